@@ -1,0 +1,81 @@
+"""The engine door. Front ends know ids and events, never tensors; nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from ling_local.types import StepResult, TokenRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a loaded engine is. drafter is "off", "mtp" or "dspark"; block is its drafts per step (0: none)."""
+
+    model: str
+    dtype: str
+    device: str
+    context_limit: int
+    vocab_size: int
+    ranks: int = 1
+    drafter: str = "off"
+    block: int = 0
+    parameters: int = 0
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a load is. done and total are bytes."""
+
+    stage: str
+    done: int
+    total: int
+
+
+ProgressFn = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What to open. Complete: defaults are resolved before it is made.
+
+    model    a checkpoint folder; for engine "scripted", the script file
+    engine   "native", or "scripted" (tests)
+    device   "cpu" or "cuda"; dtype "float32" or "bfloat16"
+    draft    "off", "auto", "mtp" or "dspark"; block: drafts per step, 0 for the drafter's own
+    context  tokens to hold at most, 0 for the model's own limit
+    """
+
+    model: str
+    engine: str = "native"
+    device: str = "cpu"
+    dtype: str = "float32"
+    draft: str = "auto"
+    block: int = 0
+    context: int = 0
+    threads: int = 0
+
+
+class Generation(Protocol):
+    """One running request. Iterating yields a StepResult a step; the last one has `finish` set."""
+
+    def __iter__(self) -> Iterator[StepResult]: ...
+
+    def cancel(self) -> None:
+        """End within a step. From any thread, any time, any number of times."""
+
+
+class Engine(Protocol):
+    """Something that continues ids. One generation at a time; EngineBusy otherwise."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def generate(self, request: TokenRequest) -> Generation:
+        """Check the request and start it. Raises UsageError, ContextTooLong or EngineBusy before work."""
+        ...
+
+    def close(self) -> None:
+        """Release everything. Idempotent; memory is free when it returns."""
