@@ -37,12 +37,17 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation. role is system, user, assistant or tool; content is plain text."""
+    """One turn of a conversation. role is system, user, assistant or tool; content is plain text.
+
+    ids: what the model generated for this turn, from after the generation prompt. Where their text is what the
+    template would write, they stand in the next prompt as they are, so that the engine's state can be reused.
+    """
 
     role: str
     content: str
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
