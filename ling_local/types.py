@@ -127,7 +127,8 @@ class Stats:
     """Figures of one generation, from token ids and the engine's clock. Times in seconds, None if undefined.
 
     ttft_s   request taken to the first token of any kind; ttfa_s: to the first token of the answer
-    tpot_s   (t_last - t_first) / (n - 1), None if n < 2
+    tpot_s   (t_last - t_first) / (tokens after the first step), None if there are none: with one token in the
+             first step this is (t_last - t_first) / (n - 1); with four tokens every 20 ms it is 5 ms
     accepted_by_position   entry j: steps in which at least j+1 drafts were accepted
     accept_length          emitted tokens / verify steps, bonus counted, 1.0 with no drafts
     """
@@ -177,10 +178,11 @@ class StatsEvent:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The last event of a generation."""
+    """The last event of a generation. ids: all that it made, up to the one that completed a stop."""
 
     reason: FinishReason
     stats: Stats
+    ids: tuple[int, ...] = ()
 
 
 Event = TokenEvent | StatsEvent | Finish

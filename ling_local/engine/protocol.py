@@ -11,7 +11,10 @@ from ling_local.types import StepResult, TokenRequest
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a loaded engine is. drafter is "off", "mtp" or "dspark"; block is its drafts per step (0: none)."""
+    """What a loaded engine is. drafter is "off", "mtp" or "dspark"; block is its drafts per step (0: none).
+
+    torch    version of the torch that computes, "" where there is none
+    """
 
     model: str
     dtype: str
@@ -23,6 +26,7 @@ class EngineInfo:
     block: int = 0
     parameters: int = 0
     weight_bytes: int = 0
+    torch: str = ""
 
 
 @dataclass(frozen=True, slots=True)

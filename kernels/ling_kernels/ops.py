@@ -1,0 +1,231 @@
+"""The ops of the one decode step: their contracts, and the parameters that they take.
+
+An op is cut where a launch is cut. `reference` defines each in plain torch; other devices say how it is done fast.
+Nothing here reads a device value on the host.
+
+Letters: D hidden, H heads on this rank, P = H * head size, W live rows of the window (1..16), R rows of the buffer
+(ROW_TILE for a window, T for a prefill chunk), V vocabulary, E experts, K chosen, I expert width, C cache rows,
+N ranks. "act" is the engine's dtype (fp32 or bf16).
+
+Rows: a window's buffers always have ROW_TILE rows, of which the first W are live; the rest hold finite rubbish. A
+live row's bits do not depend on W, on its place in the window, or on what the other rows hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+ROW_TILE = 16
+MAX_STOP_IDS = 16
+STOPPED_EOS, STOPPED_LENGTH = 1, 2
+ERROR_NON_FINITE = 1
+RING_HEADER = 6  # step number, count, drafted, accepted, finish, error; then ROW_TILE ids
+
+
+class KernelError(Exception):
+    """An op was called outside its contract, or a device refused it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KdaParams:
+    """KDA layer on one rank. in_proj [5P+H, D] rows q‖k‖v‖f‖g‖b; conv [3P, 4]; a_log [H], dt_bias [P] fp32;
+    o_norm [head]; out_proj [D, P]."""
+
+    in_proj: Tensor
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    o_norm: Tensor
+    out_proj: Tensor
+    num_heads: int
+    lower_bound: float
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class MlaParams:
+    """MLA layer on one rank. in_proj [Q + L + r + H, D] rows query (or its low-rank part)‖latent‖rope key‖gate;
+    q_norm [q_rank], q_b_proj [H*(n+r), q_rank] or None; kv_norm [L]; w_uk [H, n, L]; w_uv [H, v, L];
+    out_proj [D, H*v]. n, r, v: nope, rope and value head sizes; L: latent."""
+
+    in_proj: Tensor
+    q_norm: Tensor | None
+    q_b_proj: Tensor | None
+    kv_norm: Tensor
+    w_uk: Tensor
+    w_uv: Tensor
+    out_proj: Tensor
+    num_heads: int
+    rope_dim: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class MlpParams:
+    """Dense SwiGLU. gate_up [2I, D] rows gate‖up; down [D, I]; limit 0: no clamp."""
+
+    gate_up: Tensor
+    down: Tensor
+    limit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MoeParams:
+    """Routed and shared experts. gate [E, D] fp32; bias [E] fp32; gate_up [E, 2I, D]; down [E, D, I]; shared: the
+    shared expert's MLP, which gets neither router weight nor scale."""
+
+    gate: Tensor
+    bias: Tensor
+    gate_up: Tensor
+    down: Tensor
+    shared: MlpParams
+    experts_per_token: int
+    n_group: int
+    topk_group: int
+    scale: float
+    limit: float = 0.0
+
+
+class Routing(NamedTuple):
+    """experts [R, K] int64, best first; weights [R, K] fp32, normalised and scaled."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+class KdaStaged(NamedTuple):
+    """What kda_commit needs to advance a layer by any prefix of the window; its form is the device's own."""
+
+    states: Tensor
+    inputs: Tensor
+
+
+class Limits(NamedTuple):
+    """Device words that end a generation. remaining [] int64: tokens still wanted; stop_ids [MAX_STOP_IDS] int64,
+    -1 for unused; done [] bool; step [] int64: number of the step."""
+
+    remaining: Tensor
+    stop_ids: Tensor
+    done: Tensor
+    step: Tensor
+
+
+class Sampling(NamedTuple):
+    """greedy is a host value, fixed when a graph is captured; the rest are device scalars: temperature [] fp32,
+    top_k [] int64 (0: off), top_p [] fp32, seed [] int64. vocab: ids at and above it are padding, never chosen."""
+
+    greedy: bool
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    seed: Tensor
+    vocab: int
+
+
+class Verdict(NamedTuple):
+    """tokens [W] int64: the target's choice after each row; count [] int64: how many of them are committed (0 once
+    done); anchor [] int64: the last committed one; done [] bool; entry [RING_HEADER + ROW_TILE] int64: the ring's."""
+
+    tokens: Tensor
+    count: Tensor
+    anchor: Tensor
+    done: Tensor
+    entry: Tensor
+
+
+class Ops(Protocol):
+    """One implementation per device."""
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """ids [R] int64, table [V, D] -> x [R, D] act, the residual stream."""
+        ...
+
+    def exchange_norm(
+        self, partial: Tensor | None, x: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Sum `partial` [R, D] over ranks in rank order, add it to x [R, D], and RMS-normalise: the new x and h.
+
+        Statistics in fp32. partial None: only the norm. Source: ling3-model.md section 4.
+        """
+        ...
+
+    def linear(self, h: Tensor, weight: Tensor) -> Tensor:
+        """h [R, k] act @ weight [n, k]^T -> [R, n] act, accumulated in fp32."""
+        ...
+
+    def kda_verify(
+        self, proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: int
+    ) -> tuple[Tensor, KdaStaged]:
+        """KDA over a window, raw projections to gated output. Reads conv and state, never writes them.
+
+        proj [R, 5P+H] act, q‖k‖v‖f‖g‖b; conv [3, 3P] act, raw inputs before the window; state [H, 128, 128] fp32 as
+        [key, value]; rows = W. -> o [R, P] act (rows past W are zero), staged. The recurrence is sequential in fp32
+        with one order of operations. Source: ling3-model.md 4.1, dspark.md 9.
+        """
+        ...
+
+    def kda_prefill(self, proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams) -> Tensor:
+        """The same over T rows in chunks; advances conv and state in place. -> o [T, P] act."""
+        ...
+
+    def kda_commit(self, staged: list[KdaStaged], conv: Tensor, state: Tensor, count: Tensor) -> None:
+        """Advance all layers by the first `count` [] rows of the window they staged; 0 changes nothing.
+
+        conv [layers, 3, 3P], state [layers, H, 128, 128], in place. Equal to the bit to one-row steps.
+        """
+        ...
+
+    def mla(
+        self,
+        proj: Tensor,
+        cache: Tensor,
+        rope: Tensor,
+        positions: Tensor,
+        params: MlaParams,
+        rows: int,
+        extent: int,
+    ) -> Tensor:
+        """Absorbed latent attention, projections to gated heads. Writes rows `positions[:rows]` of the cache.
+
+        proj [R, Q+L+r+H] act; cache [C, L+r] act; rope [C, r] fp32 as cos‖sin; positions [R] int64, consecutive;
+        extent: a host bound, no live position lies at or past it; bits do not depend on it. -> [R, H*v] act. Causal. Keys
+        are read in splits of fixed size from position 0 and merged in order. Source: ling3-model.md 4.2.
+        """
+        ...
+
+    def mlp(self, h: Tensor, params: MlpParams) -> Tensor:
+        """SwiGLU [R, D] -> partial [R, D] act. Source: ling3-model.md 4.4 to 4.6."""
+        ...
+
+    def route(self, h: Tensor, params: MoeParams) -> Routing:
+        """Group-limited sigmoid router in fp32; equal scores: the lower id wins. Source: ling3-model.md 4.3."""
+        ...
+
+    def experts(self, h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
+        """Chosen experts and the shared one, summed in fp32: partial [R, D] act. rows None: a prefill chunk, where
+        the host may look at the routing."""
+        ...
+
+    def head(self, h: Tensor, weight: Tensor) -> Tensor:
+        """h [R, D] act @ weight [V, D]^T -> logits [R, V] fp32, accumulated and kept in fp32."""
+        ...
+
+    def verdict(
+        self,
+        logits: Tensor,
+        drafts: Tensor | None,
+        positions: Tensor,
+        sampling: Sampling,
+        limits: Limits,
+        rows: int,
+    ) -> Verdict:
+        """Choose the target's token after each live row, accept the drafts that agree, cut at stop id and limit.
+
+        logits [R, V] fp32, row j after position positions[j]; drafts [W-1] int64 or None at W = 1. A row's choice
+        depends on its logits, the seed and its position only, so drafts never change what is emitted. Rows that
+        would be committed must be finite, else count is 0 and the entry carries ERROR_NON_FINITE.
+        """
+        ...

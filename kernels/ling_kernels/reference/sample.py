@@ -1,0 +1,94 @@
+"""The target's choice of tokens, and the verdict over a window's drafts (dspark.md section 7).
+
+A row draws its token as argmax(log p + Gumbel noise), with noise keyed by (seed, position, token): an exact sample
+of p that does not depend on the window. A draft is accepted when it is what the row drew (section 7.3b), so the
+emitted ids are the same with and without drafts, greedy or sampled.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ling_kernels.ops import (
+    ERROR_NON_FINITE,
+    ROW_TILE,
+    STOPPED_EOS,
+    STOPPED_LENGTH,
+    Limits,
+    Sampling,
+    Verdict,
+)
+
+_POSITION_KEY, _TOKEN_KEY = -7046029254386353131, -4417276706812531889  # odd 64-bit constants
+_MIX = (-4658895280553007687, -7723592293110705685)  # multipliers of the splitmix64 finaliser
+
+
+def _hash(x: Tensor) -> Tensor:
+    """64 well-mixed bits of each int64 (the splitmix64 finaliser; torch multiplies modulo 2^64)."""
+    for shift, factor in ((30, _MIX[0]), (27, _MIX[1])):
+        x = (x ^ _shifted(x, shift)) * factor
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch's shift of int64 keeps the sign
+
+
+def gumbel(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise [n, vocab] fp32, a function of (seed, position, token) alone."""
+    row = _hash(_hash(seed + _POSITION_KEY) + positions * _POSITION_KEY)
+    tokens = torch.arange(vocab, device=positions.device) * _TOKEN_KEY
+    bits = _hash(row[:, None] + tokens) >> 41 & ((1 << 23) - 1)
+    # 23 bits and a half: fp32 holds each exactly, so the uniform is never 0 or 1
+    return -torch.log(-torch.log((bits.float() + 0.5) * 2.0**-23))
+
+
+def filtered_logits(logits: Tensor, sampling: Sampling) -> Tensor:
+    """logits / temperature [n, V] with everything outside top-k, then outside top-p of the rest, at -inf.
+
+    Tokens that tie with the last one kept are kept too.
+    """
+    scaled = logits / sampling.temperature.clamp(min=1e-5)
+    ordered = scaled.sort(dim=-1, descending=True).values
+    rank = torch.arange(ordered.shape[-1], device=logits.device)
+    within_k = (sampling.top_k <= 0) | (rank < sampling.top_k)
+    ordered = ordered.masked_fill(~within_k, -torch.inf)
+    probability = ordered.softmax(-1)
+    before = probability.cumsum(-1) - probability
+    keep = within_k & ((before < sampling.top_p) | (rank == 0))
+    lowest = ordered.masked_fill(~keep, torch.inf).amin(-1, keepdim=True)
+    return scaled.masked_fill(scaled < lowest, -torch.inf)
+
+
+def choose(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+    """The target's token after each row: logits [n, V] fp32, positions [n] -> [n] int64. Equal: the lower id."""
+    if sampling.greedy:
+        return logits.argmax(-1)
+    return (filtered_logits(logits, sampling) + gumbel(sampling.seed, positions, logits.shape[-1])).argmax(-1)
+
+
+def verdict(
+    logits: Tensor, drafts: Tensor | None, positions: Tensor, sampling: Sampling, limits: Limits, rows: int
+) -> Verdict:
+    logits = logits[:rows, : sampling.vocab]
+    tokens = choose(logits, positions[:rows], sampling)
+    place = torch.arange(rows, device=tokens.device)
+    count = torch.ones((), dtype=torch.int64, device=tokens.device)
+    if drafts is not None:
+        count = count + (drafts == tokens[:-1]).long().cumprod(0).sum()
+    ends = (tokens[:, None] == limits.stop_ids).any(-1)
+    first_end = torch.where(ends, place, rows).amin()
+    count = torch.minimum(torch.minimum(count, first_end + 1), limits.remaining)
+    bad = (~logits.isfinite().all(-1) & (place < count)).any()
+    count = torch.where(limits.done | bad, 0, count)
+    eos = (count > 0) & (first_end + 1 == count)
+    length = (count > 0) & ~eos & (count == limits.remaining)
+    finish = eos * STOPPED_EOS + length * STOPPED_LENGTH
+    anchor = tokens.index_select(0, (count - 1).clamp(min=0).view(1))[0]
+    drafted = torch.full_like(count, rows - 1)
+    accepted = (count - 1).clamp(min=0)
+    error = (bad & ~limits.done) * ERROR_NON_FINITE
+    header = torch.stack([limits.step, count, drafted, accepted, finish, error])
+    entry = torch.cat([header, torch.nn.functional.pad(tokens, (0, ROW_TILE - rows))])
+    return Verdict(tokens, count, anchor, limits.done | bad | (finish > 0), entry)

@@ -1,0 +1,71 @@
+"""One walk over the layers, for prefill and verify alike (ling3-model.md section 4)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ling_kernels.ops import KdaParams, KdaStaged, MoeParams, Ops
+from torch import Tensor
+
+from ling_local.engine.state import SequenceState
+from ling_local.engine.weights import LayerWeights, Weights
+
+
+class Hidden(NamedTuple):
+    """last [R, D]: after the final norm, the head's input; staged: per KDA layer, empty after a prefill."""
+
+    last: Tensor
+    staged: list[KdaStaged]
+
+
+def forward(
+    ops: Ops, weights: Weights, state: SequenceState, ids: Tensor, positions: Tensor, rows: int | None
+) -> Hidden:
+    """Run ids [R] at positions [R] through the model.
+
+    rows None: a prefill chunk; KDA states and conv history advance by all R rows. Otherwise a window with `rows`
+    live rows: they stay as they are and what a commit needs is returned. Latent rows are written either way.
+    """
+    eps = weights.config.rms_norm_eps
+    staged: list[KdaStaged] = []
+    kda = mla = 0
+    partial, x = None, ops.embed(ids, weights.embedding)
+    for layer in weights.layers:
+        x, h = ops.exchange_norm(partial, x, layer.attention_norm, eps)
+        proj = ops.linear(h, layer.attention.in_proj)
+        if isinstance(layer.attention, KdaParams):
+            o = _kda(ops, proj, state, layer, kda, rows, staged)
+            kda += 1
+        else:
+            live = ids.shape[0] if rows is None else rows
+            o = ops.mla(proj, state.latent[mla], state.rope, positions, layer.attention, live, state.extent)
+            mla += 1
+        partial = ops.linear(o, layer.attention.out_proj)
+        x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps)
+        partial = feed_forward(ops, h, layer, rows)
+    _, last = ops.exchange_norm(partial, x, weights.norm, eps)
+    return Hidden(last, staged)
+
+
+def _kda(
+    ops: Ops,
+    proj: Tensor,
+    state: SequenceState,
+    layer: LayerWeights,
+    index: int,
+    rows: int | None,
+    staged: list[KdaStaged],
+) -> Tensor:
+    conv, recurrent = state.conv[index], state.recurrent[index]
+    if rows is None:
+        return ops.kda_prefill(proj, conv, recurrent, layer.attention)
+    o, kept = ops.kda_verify(proj, conv, recurrent, layer.attention, rows)
+    staged.append(kept)
+    return o
+
+
+def feed_forward(ops: Ops, h: Tensor, layer: LayerWeights, rows: int | None) -> Tensor:
+    """Dense MLP or experts: h [R, D] -> this rank's partial [R, D]."""
+    if isinstance(layer.mlp, MoeParams):
+        return ops.experts(h, ops.route(h, layer.mlp), layer.mlp, rows)
+    return ops.mlp(h, layer.mlp)

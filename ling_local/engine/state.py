@@ -1,0 +1,127 @@
+"""SequenceState: everything that changes while a sequence grows, in tensors that never move.
+
+length tokens have been through the model: recurrent states and conv history stand after token length-1, latent rows
+0..length-1 are valid. anchor is the next known token, which has not been through the model yet (dspark.md section 8).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, Limits, Sampling, Verdict
+from ling_kernels.reference.mla import SPLIT, rope_table
+from torch import Tensor
+
+from ling_local.engine.config import ModelConfig
+from ling_local.types import SamplingParams
+
+RING_SLOTS = 8  # more than the steps that are ever granted ahead
+
+
+class Window(NamedTuple):
+    """One verify step's tokens: ids, positions [ROW_TILE] int64, the first `rows` of them live; drafts [rows-1]."""
+
+    ids: Tensor
+    positions: Tensor
+    drafts: Tensor | None
+    rows: int
+
+
+class Snapshot(NamedTuple):
+    """What a prefix leaves besides its latent rows: recurrent and conv copies, and the prefix itself."""
+
+    ids: tuple[int, ...]
+    recurrent: Tensor
+    conv: Tensor
+
+
+class SequenceState:
+    """State of the one sequence on one rank.
+
+    recurrent [kda layers, H, head, head] fp32 as [key, value]; conv [kda layers, 3, 3P]; latent [mla layers, C, L+r];
+    rope [C, r] fp32; length, anchor, remaining, step [] int64; done [] bool; stop_ids [MAX_STOP_IDS];
+    ring [RING_SLOTS, RING_HEADER + ROW_TILE] int64; sampling. extent: host bound of the positions in use, a
+    multiple of the attention's split; how large it is changes time, never bits.
+    """
+
+    def __init__(
+        self, config: ModelConfig, context: int, dtype: torch.dtype, device: str, vocab: int
+    ) -> None:
+        heads, head = config.num_heads, config.head_dim
+        # one window may reach past the last position that is ever committed
+        rows = -(-(context + ROW_TILE) // SPLIT) * SPLIT
+        num_kda = len(config.kda_layers)
+        self.context = context
+        self.recurrent = torch.zeros(num_kda, heads, head, head, dtype=torch.float32, device=device)
+        self.conv = torch.zeros(num_kda, 3, 3 * heads * head, dtype=dtype, device=device)
+        self.latent = torch.zeros(len(config.mla_layers), rows, config.latent_dim, dtype=dtype, device=device)
+        self.rope = rope_table(rows, config.qk_rope_head_dim, config.rope_theta, device)
+        self.length, self.anchor, self.remaining, self.step = torch.zeros(4, dtype=torch.int64, device=device)
+        self.done = torch.ones((), dtype=torch.bool, device=device)
+        self.stop_ids = torch.full((MAX_STOP_IDS,), -1, dtype=torch.int64, device=device)
+        self.ring = torch.zeros(RING_SLOTS, RING_HEADER + ROW_TILE, dtype=torch.int64, device=device)
+        self._tile = torch.arange(ROW_TILE, device=device)
+        words = torch.zeros(2, dtype=torch.int64, device=device)
+        reals = torch.ones(2, dtype=torch.float32, device=device)
+        self.sampling = Sampling(True, reals[0], words[0], reals[1], words[1], vocab)
+        self.extent = SPLIT
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.remaining, self.stop_ids, self.done, self.step)
+
+    def reserve(self, length: int) -> None:
+        """Say on the host that positions up to `length` + ROW_TILE may be in use from now on."""
+        self.extent = min(-(-(length + ROW_TILE) // SPLIT) * SPLIT, self.latent.shape[1])
+
+    def begin(
+        self, length: int, anchor: int, remaining: int, stop_ids: list[int], params: SamplingParams
+    ) -> None:
+        """Set the device words for a request. The host wrote `length` tokens by prefill; sampling is its mode."""
+        self.length.fill_(length)
+        self.anchor.fill_(anchor)
+        self.remaining.fill_(remaining)
+        self.step.zero_()
+        self.done.fill_(False)
+        padded = stop_ids + [-1] * (MAX_STOP_IDS - len(stop_ids))
+        self.stop_ids.copy_(torch.tensor(padded, dtype=torch.int64))
+        self.sampling.temperature.fill_(params.temperature)
+        self.sampling.top_k.fill_(params.top_k)
+        self.sampling.top_p.fill_(params.top_p)
+        self.sampling.seed.fill_(params.seed)
+        greedy = params.temperature == 0 or params.top_k == 1
+        self.sampling = self.sampling._replace(greedy=greedy)
+
+    def window(self, drafts: Tensor | None, width: int) -> Window:
+        """Anchor and drafts as rows of a tile. The rows past `width` repeat id 0 and are never looked at."""
+        known = self.anchor.view(1) if drafts is None else torch.cat([self.anchor.view(1), drafts])
+        ids = torch.nn.functional.pad(known, (0, ROW_TILE - width))
+        return Window(ids, self.length + self._tile, drafts, width)
+
+    def advance(self, verdict: Verdict) -> None:
+        """Move the words past what a step committed and write its ring entry. Device only."""
+        self.ring.index_copy_(0, (self.step % RING_SLOTS).view(1), verdict.entry[None])
+        self.length += verdict.count
+        self.remaining -= verdict.count
+        self.anchor.copy_(torch.where(verdict.count > 0, verdict.anchor, self.anchor))
+        self.done.copy_(verdict.done)
+        self.step += 1
+
+    def clear(self) -> None:
+        """As new: nothing of any earlier sequence is left, not even rubbish past its end."""
+        for tensor in (self.recurrent, self.conv, self.latent, self.length, self.ring):
+            tensor.zero_()
+        self.done.fill_(True)
+
+    def rewind(self) -> None:
+        """Before the first token. Latent rows need no clearing: they are written before they are read."""
+        self.recurrent.zero_()
+        self.conv.zero_()
+
+    def snapshot(self, ids: tuple[int, ...]) -> Snapshot:
+        return Snapshot(ids, self.recurrent.clone(), self.conv.clone())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self.recurrent.copy_(snapshot.recurrent)
+        self.conv.copy_(snapshot.conv)
