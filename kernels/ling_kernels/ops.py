@@ -143,9 +143,7 @@ class Ops(Protocol):
         """ids [R] int64, table [V, D] -> x [R, D] act, the residual stream."""
         ...
 
-    def exchange_norm(
-        self, partial: Tensor | None, x: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+    def exchange_norm(self, partial: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Sum `partial` [R, D] over ranks in rank order, add it to x [R, D], and RMS-normalise: the new x and h.
 
         Statistics in fp32. partial None: only the norm. Source: ling3-model.md section 4.
@@ -191,8 +189,8 @@ class Ops(Protocol):
         """Absorbed latent attention, projections to gated heads. Writes rows `positions[:rows]` of the cache.
 
         proj [R, Q+L+r+H] act; cache [C, L+r] act; rope [C, r] fp32 as cos‖sin; positions [R] int64, consecutive;
-        extent: a host bound, no live position lies at or past it; bits do not depend on it. -> [R, H*v] act. Causal. Keys
-        are read in splits of fixed size from position 0 and merged in order. Source: ling3-model.md 4.2.
+        extent: a host bound, no live position lies at or past it; bits do not depend on it. -> [R, H*v] act.
+        Causal. Keys are read in splits of fixed size from position 0 and merged in order. Source: ling3-model.md 4.2.
         """
         ...
 

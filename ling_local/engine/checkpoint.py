@@ -56,8 +56,7 @@ def check_files(folder: Path, specs: list[TensorSpec], optional: tuple[str, ...]
         if name not in wanted and not name.endswith(IGNORED_SUFFIX):
             raise ModelError(
                 f"{entry.file}: unknown tensor {name}{_nearest(name, wanted)}",
-                "config.json and weights do not belong together, or the file was changed: "
-                + _again(entry.file),
+                "config.json and weights do not belong together, or the file was changed: " + _again(entry.file),
             )
     for name, spec in wanted.items():
         if name in entries:
@@ -84,9 +83,7 @@ def read_entries(folder: Path) -> dict[str, Entry]:
     for file_name in sorted(set(index.values())):
         for name, entry in read_header(folder / file_name).items():
             if name in entries:
-                raise ModelError(
-                    f"{entry.file}: tensor {name} is in {entries[name].file.name} too", _again(folder)
-                )
+                raise ModelError(f"{entry.file}: tensor {name} is in {entries[name].file.name} too", _again(folder))
             entries[name] = entry
     for name, file_name in index.items():
         if name not in entries or entries[name].file.name != file_name:
@@ -118,9 +115,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise ModelError(
-                    f"{path}: {size:,} bytes, too short for its header of {length:,} bytes", _again(path)
-                )
+                raise ModelError(f"{path}: {size:,} bytes, too short for its header of {length:,} bytes", _again(path))
             header = json.loads(file.read(length))
     except FileNotFoundError:
         raise ModelError(f"{path}: this file is missing", _again(path)) from None
@@ -143,9 +138,7 @@ def _entries(path: Path, header: Any, start: int, size: int) -> dict[str, Entry]
             expected = math.prod(shape) * ELEMENT_BYTES.get(dtype, 1)
             known = dtype in ELEMENT_BYTES
             if start + first != end or last < first or (known and last - first != expected):
-                raise ModelError(
-                    f"{path}: the header's place for {name} does not fit its shape", _again(path)
-                )
+                raise ModelError(f"{path}: the header's place for {name} does not fit its shape", _again(path))
             entries[name] = Entry(path, dtype, shape, start + first, last - first)
             end = start + last
     except (KeyError, TypeError, ValueError, AttributeError):

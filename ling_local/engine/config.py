@@ -317,9 +317,7 @@ def _refuse_unsupported(data: Mapping[str, Any], keys: _Keys) -> None:
         keys.refuse("the architecture", found, f"{ARCHITECTURE} with model_type bailing_hybrid")
     if data.get("quantization_config"):
         method = data["quantization_config"].get("quant_method", "unknown")
-        keys.refuse(
-            "quantization_config", method, "bf16 checkpoints for now (fp8, fp4 and int4 are not read yet)"
-        )
+        keys.refuse("quantization_config", method, "bf16 checkpoints for now (fp8, fp4 and int4 are not read yet)")
     for key, supported in REQUIRED.items():
         if key in data and data[key] != supported:
             keys.refuse(key, data[key], json.dumps(supported))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ling_kernels.ops import KdaParams, KdaStaged, MoeParams, Ops
 from torch import Tensor
 
+from ling_kernels.ops import KdaParams, KdaStaged, MoeParams, Ops
 from ling_local.engine.state import SequenceState
 from ling_local.engine.weights import LayerWeights, Weights
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import ling_kernels
 import torch
+from torch import Tensor
+
+import ling_kernels
 from ling_kernels.ops import (
     ERROR_NON_FINITE,
     MAX_STOP_IDS,
@@ -18,8 +21,6 @@ from ling_kernels.ops import (
     STOPPED_LENGTH,
     KernelError,
 )
-from torch import Tensor
-
 from ling_local.engine.config import load_model_config
 from ling_local.engine.layout import memory_bytes, model_layout, parameter_count
 from ling_local.engine.model import forward
@@ -57,9 +58,9 @@ class NativeEngine:
         self.run_ahead = run_ahead
         self._info = info
         self._state: SequenceState | None = self.new_state(info.context_limit)
-        self._ids: tuple[int, ...] = ()  # what is in the state
+        self._ids: list[int] = []  # what is in the state
         self._snapshots: list[Snapshot] = []
-        self._running: _Generation | None = None
+        self._running: weakref.ref[_Generation] | None = None  # weak: an abandoned one frees the engine
 
     @classmethod
     def load(
@@ -151,7 +152,7 @@ class NativeEngine:
         """Start a request. Raises UsageError, ContextTooLong or EngineBusy before any work."""
         if self._state is None:
             raise EngineError("the engine is closed", "open it again")
-        if self._running is not None:
+        if self.running is not None:
             raise EngineBusy("a generation is under way", "end or cancel it first")
         self._check_ids(request.ids)
         limit = self._info.context_limit
@@ -164,13 +165,18 @@ class NativeEngine:
             raise UsageError(f"max_tokens is {request.max_tokens}", "ask for one token or more")
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(f"{len(request.stop_ids)} stop ids", f"give at most {MAX_STOP_IDS}")
-        self._running = _Generation(self, request)
-        return self._running
+        generation = _Generation(self, request)
+        self._running = weakref.ref(generation)
+        return generation
+
+    @property
+    def running(self) -> _Generation | None:
+        """The generation under way."""
+        return self._running() if self._running else None
 
     def close(self) -> None:
         """Drop weights and state. Idempotent."""
-        if self._running is not None:
-            self._running.close()
+        self._running = None
         self._state = None
         self._snapshots.clear()
         self.weights = None  # type: ignore[assignment]
@@ -179,9 +185,7 @@ class NativeEngine:
         if not ids:
             raise UsageError("the prompt is empty", "give at least one token of text")
         if min(ids) < 0 or max(ids) >= self._info.vocab_size:
-            raise UsageError(
-                f"token ids must lie in 0..{self._info.vocab_size - 1}", "use this model's tokenizer"
-            )
+            raise UsageError(f"token ids must lie in 0..{self._info.vocab_size - 1}", "use this model's tokenizer")
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._info.device)
@@ -192,12 +196,12 @@ class NativeEngine:
         positions = torch.arange(start, start + len(ids), device=self._info.device)
         return forward(self.ops, self.weights, state, self._tensor(ids), positions, None).last
 
-    def _resume(self, ids: tuple[int, ...]) -> int:
+    def _resume(self, ids: list[int]) -> int:
         """Bring the state to the longest prefix of ids[:-1] that it or a snapshot holds; how many tokens that is."""
         usable = len(ids) - 1  # the last id is the anchor: it goes through the first step
-        held = self._ids
-        if len(held) <= usable and ids[: len(held)] == held:
-            base = len(held)
+        held = len(self._ids)
+        if held <= usable and ids[:held] == self._ids:
+            base = held
         else:
             fitting = [s for s in self._snapshots if len(s.ids) <= usable and ids[: len(s.ids)] == s.ids]
             best = max(fitting, key=lambda s: len(s.ids), default=None)
@@ -211,13 +215,13 @@ class NativeEngine:
     def _remember(self) -> None:
         """Snapshot the state as it stands, unless that prefix is kept already."""
         if self._ids and all(s.ids != self._ids for s in self._snapshots):
-            self._snapshots = [*self._snapshots, self._state.snapshot(self._ids)][-KEPT_SNAPSHOTS:]
+            self._snapshots = [*self._snapshots, self._state.snapshot(list(self._ids))][-KEPT_SNAPSHOTS:]
 
     def _forget(self) -> None:
         """Empty state: after an error nothing of it can be trusted."""
         self._state.clear()
         self._snapshots.clear()
-        self._ids = ()
+        self._ids = []
 
     def _read(self, number: int) -> RingEntry:
         """Wait for step `number` and read its entry: the only place where a device value reaches the host."""
@@ -232,90 +236,89 @@ class _Generation:
         self.engine = engine
         self.request = request
         self.cancelled = False
-        self._results = self._run()
-
-    def __iter__(self) -> Iterator[StepResult]:
-        return self._results
+        self.granted = self.read = 0  # steps
+        self.known = list(request.ids)  # tokens known so far; all but the last are in the state
 
     def cancel(self) -> None:
         self.cancelled = True
 
     def close(self) -> None:
-        """End it where it stands and free the engine; also what an abandoned iterator does."""
+        """Free the engine at once; what an abandoned iterator does too."""
         self.cancelled = True
-        self._results.close()
-        self._release()
+        if self.engine.running is not self:
+            return
+        while self.read < self.granted:  # granted but never asked for: the state holds their tokens
+            self._take()
+        self.engine._running = None
 
-    def __del__(self) -> None:
-        self._release()
-
-    def _release(self) -> None:
-        if self.engine._running is self:
-            self.engine._running = None
-
-    def _run(self) -> Iterator[StepResult]:
+    def __iter__(self) -> Iterator[StepResult]:
         engine = self.engine
         try:
+            if engine.running is not self:  # closed before it began, or iterated before
+                yield StepResult((), time_s=time.monotonic(), finish=FinishReason.CANCELLED)
+                return
             with torch.inference_mode():
                 first = self._prefill()
             if first is None:
                 yield StepResult((), time_s=time.monotonic(), finish=FinishReason.CANCELLED)
                 return
             yield from self._steps(first)
-            engine._remember()
-        except NonFinite:
-            engine._forget()
+            if engine.running is self:
+                engine._remember()
+        except (Exception, KeyboardInterrupt):
+            engine._forget()  # the state may stand between two tokens
             raise
         finally:
-            self._release()
+            self.close()
 
     def _prefill(self) -> StepResult | None:
         """Bring everything but the last id into the state. The figures of it, or None if cancelled meanwhile."""
         engine, request = self.engine, self.request
         started = time.monotonic()
-        prompt = request.ids[:-1]
-        cached = engine._resume(request.ids)
+        prompt = self.known[:-1]
+        cached = engine._resume(self.known)
         for start in range(cached, len(prompt), CHUNK):
             if self.cancelled:
                 return None
             engine._prefill(engine._state, start, prompt[start : start + CHUNK])
-            engine._ids = prompt[: start + CHUNK]
+            engine._ids += prompt[start : start + CHUNK]
         engine._remember()
         remaining = min(request.max_tokens, engine.info.context_limit - len(request.ids))
-        engine._state.begin(
-            len(prompt), request.ids[-1], remaining, sorted(request.stop_ids), request.sampling
-        )
-        return StepResult(
-            (), cached=cached, prefilled=len(prompt) - cached, prefill_s=time.monotonic() - started
-        )
+        engine._state.begin(len(prompt), request.ids[-1], remaining, sorted(request.stop_ids), request.sampling)
+        return StepResult((), cached=cached, prefilled=len(prompt) - cached, prefill_s=time.monotonic() - started)
 
     def _steps(self, first: StepResult) -> Iterator[StepResult]:
         """Grant steps ahead, read the oldest, until the device or a cancel says that it is over."""
-        engine, granted, number = self.engine, 0, 0
-        known = self.request.ids  # tokens known so far; all but the last are in the state
+        engine = self.engine
+        prefill = (first.cached, first.prefilled, first.prefill_s)
         while True:
-            while granted - number < engine.run_ahead and not self.cancelled:
-                engine._state.reserve(len(known) + (granted - number + 1) * ROW_TILE)
+            while self.granted - self.read < engine.run_ahead and engine.running is self and not self.cancelled:
+                engine._state.reserve(len(self.known) + (self.granted - self.read + 1) * ROW_TILE)
                 with torch.inference_mode():
                     step(engine.ops, engine.weights, engine._state, 1)
-                granted += 1
-            if number == granted:
+                self.granted += 1
+            if self.read == self.granted:
                 yield StepResult((), time_s=time.monotonic(), finish=FinishReason.CANCELLED)
                 return
-            entry = engine._read(number)
+            entry = self._take()
             if entry.error == ERROR_NON_FINITE:
                 raise NonFinite(
-                    f"step {number}, position {len(known) - 1}: the logits hold NaN or Inf",
-                    "the session is kept, start the answer again; if it comes back, check the weights or use --dtype float32",
+                    f"step {entry.step}, position {len(self.known) - 1}: the logits hold NaN or Inf",
+                    "start the answer again; if it comes back, check the weights or use --dtype float32",
                 )
-            known += entry.ids
-            engine._ids = known[:-1]
-            prefill = (first.cached, first.prefilled, first.prefill_s) if number == 0 else (0, 0, 0.0)
             finish = FINISH[entry.finish]
             yield StepResult(entry.ids, entry.drafted, entry.accepted, time.monotonic(), finish, *prefill)
+            prefill = (0, 0, 0.0)
             if finish is not None:
                 return
-            number += 1
+
+    def _take(self) -> RingEntry:
+        """Wait for the oldest granted step and note its tokens."""
+        entry = self.engine._read(self.read)
+        self.read += 1
+        self.known += entry.ids
+        self.engine._ids += self.known[len(self.engine._ids) : -1]
+        return entry
 
 
 def fitting_threads(weight_bytes: int) -> int:
@@ -334,7 +337,5 @@ def tokenizer_size(folder: Path, vocab_size: int) -> int:
     try:
         highest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values())
     except Exception as error:  # the library raises plain Exception for a broken file
-        raise ModelError(
-            f"{path}: cannot be read as a tokenizer: {error}", "download this file again"
-        ) from None
+        raise ModelError(f"{path}: cannot be read as a tokenizer: {error}", "download this file again") from None
     return min(highest + 1, vocab_size)

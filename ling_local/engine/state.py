@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, Limits, Sampling, Verdict
-from ling_kernels.reference.mla import SPLIT, rope_table
 from torch import Tensor
 
+from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, Limits, Sampling, Verdict
+from ling_kernels.reference.mla import SPLIT, rope_table
 from ling_local.engine.config import ModelConfig
 from ling_local.types import SamplingParams
 
@@ -31,7 +31,7 @@ class Window(NamedTuple):
 class Snapshot(NamedTuple):
     """What a prefix leaves besides its latent rows: recurrent and conv copies, and the prefix itself."""
 
-    ids: tuple[int, ...]
+    ids: list[int]
     recurrent: Tensor
     conv: Tensor
 
@@ -45,9 +45,7 @@ class SequenceState:
     multiple of the attention's split; how large it is changes time, never bits.
     """
 
-    def __init__(
-        self, config: ModelConfig, context: int, dtype: torch.dtype, device: str, vocab: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: int, dtype: torch.dtype, device: str, vocab: int) -> None:
         heads, head = config.num_heads, config.head_dim
         # one window may reach past the last position that is ever committed
         rows = -(-(context + ROW_TILE) // SPLIT) * SPLIT
@@ -75,9 +73,7 @@ class SequenceState:
         """Say on the host that positions up to `length` + ROW_TILE may be in use from now on."""
         self.extent = min(-(-(length + ROW_TILE) // SPLIT) * SPLIT, self.latent.shape[1])
 
-    def begin(
-        self, length: int, anchor: int, remaining: int, stop_ids: list[int], params: SamplingParams
-    ) -> None:
+    def begin(self, length: int, anchor: int, remaining: int, stop_ids: list[int], params: SamplingParams) -> None:
         """Set the device words for a request. The host wrote `length` tokens by prefill; sampling is its mode."""
         self.length.fill_(length)
         self.anchor.fill_(anchor)
@@ -119,7 +115,7 @@ class SequenceState:
         self.recurrent.zero_()
         self.conv.zero_()
 
-    def snapshot(self, ids: tuple[int, ...]) -> Snapshot:
+    def snapshot(self, ids: list[int]) -> Snapshot:
         return Snapshot(ids, self.recurrent.clone(), self.conv.clone())
 
     def restore(self, snapshot: Snapshot) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ling_kernels.ops import KdaStaged, Ops, Verdict
-
 from ling_local.engine.model import forward
 from ling_local.engine.state import SequenceState
 from ling_local.engine.weights import Weights

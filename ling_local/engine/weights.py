@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from ling_kernels.ops import KdaParams, MlaParams, MlpParams, MoeParams
-from safetensors import safe_open
 from torch import Tensor
 
+from ling_kernels.ops import KdaParams, MlaParams, MlpParams, MoeParams
 from ling_local.engine.checkpoint import Entry, check_files
 from ling_local.engine.config import ModelConfig
-from ling_local.engine.layout import TensorSpec, field_specs, memory_bytes, model_layout
+from ling_local.engine.layout import BF16, F32, TensorSpec, field_specs, memory_bytes, model_layout
 from ling_local.engine.protocol import Progress, ProgressFn
 from ling_local.errors import OutOfMemory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FILE_DTYPES = {BF16: torch.bfloat16, F32: torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,7 @@ def check_memory(folder: Path, needed: int, dtype: torch.dtype) -> None:
     if needed > free:
         raise OutOfMemory(
             f"{folder}: the weights need {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free",
-            "close other programs, use a smaller model"
-            + (", or --dtype bfloat16" if dtype.itemsize == 4 else ""),
+            "close other programs, use a smaller model" + (", or --dtype bfloat16" if dtype.itemsize == 4 else ""),
         )
 
 
@@ -116,14 +115,15 @@ def fill_fields(
 
 
 def _read(specs: list[TensorSpec], entries: dict[str, Entry]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Tensors file by file in the order of their bytes, so that a disk reads ahead."""
-    by_file: dict[Path, list[TensorSpec]] = defaultdict(list)
-    for spec in specs:
-        by_file[entries[spec.name].file].append(spec)
-    for file, inside in by_file.items():
-        with safe_open(file, framework="pt") as tensors:
-            for spec in sorted(inside, key=lambda s: entries[s.name].offset):
-                yield spec, tensors.get_tensor(spec.name)
+    """Tensors in the order of their bytes, so that a disk reads ahead."""
+    for spec in sorted(specs, key=lambda s: (entries[s.name].file, entries[s.name].offset)):
+        yield spec, read_tensor(entries[spec.name])
+
+
+def read_tensor(entry: Entry) -> Tensor:
+    """One tensor by plain reads: mapped pages would count as memory until their whole file is closed."""
+    data = np.fromfile(entry.file, dtype=np.uint8, count=entry.num_bytes, offset=entry.offset)
+    return torch.from_numpy(data).view(FILE_DTYPES[entry.dtype]).view(entry.shape)
 
 
 def assemble(config: ModelConfig, fields: dict[str, Tensor]) -> Weights:

@@ -42,9 +42,7 @@ def _prepare(proj: Tensor, raw: Tensor, params: KdaParams) -> _Inputs:
         mixed = mixed + wide[j : j + rows] * taps[j]
     q, k, v = F.silu(mixed).view(rows, 3, heads, -1).unbind(1)
     f, z, b = proj[:, 3 * inner :].float().split([inner, inner, heads], dim=1)
-    g = params.lower_bound * torch.sigmoid(
-        params.a_log.exp()[:, None] * (f + params.dt_bias).view(rows, heads, -1)
-    )
+    g = params.lower_bound * torch.sigmoid(params.a_log.exp()[:, None] * (f + params.dt_bias).view(rows, heads, -1))
     q = _l2_norm(q) / q.shape[-1] ** 0.5
     return _Inputs(q, _l2_norm(k), v, g, torch.sigmoid(b), z)
 
@@ -60,9 +58,7 @@ def _gated(o: Tensor, z: Tensor, params: KdaParams, dtype: torch.dtype) -> Tenso
     return (o.flatten(1) * torch.sigmoid(z)).to(dtype)
 
 
-def verify(
-    proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: int
-) -> tuple[Tensor, KdaStaged]:
+def verify(proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: int) -> tuple[Tensor, KdaStaged]:
     raw = torch.cat([conv, proj[:, : conv.shape[1]]])
     x = _prepare(proj, raw, params)
     decay = x.g.exp()

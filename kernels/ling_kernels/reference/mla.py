@@ -8,9 +8,7 @@ from torch import Tensor
 from ling_kernels.ops import MlaParams
 from ling_kernels.reference.dense import rms_norm
 
-SPLIT = (
-    128  # keys read at a time, counted from position 0; part of the definition: it fixes the order of the sum
-)
+SPLIT = 128  # keys read at a time, counted from position 0; part of the definition: it fixes the order of the sum
 
 
 def rope_table(length: int, dim: int, theta: float, device: torch.device | str = "cpu") -> Tensor:
