@@ -1,0 +1,35 @@
+# `make demo` and `make test` do all the set-up they need in .venv; the second run of each starts in seconds.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test setup lint format clean
+
+demo: .venv/.ready
+	@echo '$$ ling complete --stats examples/fibonacci.py'
+	@$(BIN)/ling complete --stats examples/fibonacci.py
+
+test: .venv/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pytest
+
+setup: .venv/.ready
+
+lint: .venv/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/.ready-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/.ready: pyproject.toml setup.sh
+	@PYTHON='$(PYTHON)' sh setup.sh .
+	@touch $@
+
+.venv/.ready-dev: .venv/.ready
+	@PYTHON='$(PYTHON)' sh setup.sh '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist build
