@@ -1,0 +1,220 @@
+"""Thinking, answer and tool calls told apart in a stream of text; tool calls parsed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NoReturn
+
+from ling_local.errors import ModelError
+from ling_local.text.clean import check_text
+from ling_local.types import Channel, ToolCall
+
+Pieces = list[tuple[Channel, str]]
+
+_TURN_END = "<|role_end|>"
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_THINK, _THINK_END = "<think>", "</think>"
+# A newline before a call is the template's separator, so it goes with the call and not with the answer.
+_TAGS = {
+    Channel.THINKING: (_THINK_END, _CALL, "\n" + _CALL),
+    Channel.ANSWER: (_CALL, "\n" + _CALL),
+    Channel.TOOL: (_CALL_END,),
+}
+_LEADING = (_THINK, _THINK_END)  # tags of an answer's very start: thinking opened or closed once more
+
+
+class Channels:
+    """Splits generated text as it streams in. The joined text of each channel is the same for any split.
+
+    Thinking ends at </think>, or at <tool_call> where the closing tag is missing; the answer's leading newlines
+    after </think> are dropped, as the template does. Tool calls come with their tags and the blanks around
+    them, piece by piece, in the channel TOOL; complete ones are in `calls`. Text after a call is answer. No
+    text is lost but think tags and those newlines. <|role_end|> spelt out as the very last text ends the turn:
+    it is not shown and sets `ended`; followed by more text it is an ordinary quote.
+    """
+
+    def __init__(self, first: Channel) -> None:
+        self.ended = False
+        self._channel = first
+        self._held = ""  # a suffix of the stream that may be the beginning of a tag, shorter than the longest
+        self._blank: list[str] = []  # blanks after a call: part of the calls, or of an answer that follows
+        self._after_call = False
+        self._fresh = first is Channel.ANSWER  # nothing but blanks in this answer yet
+        self._strip = False  # drop newlines, since </think> was just read
+        self._call: list[str] = []
+        self._calls: list[str] = []
+
+    @property
+    def channel(self) -> Channel:
+        """Where the next text belongs, as far as is known."""
+        return self._channel
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """The text of each complete tool call so far, tags included."""
+        return tuple(self._calls)
+
+    def push(self, text: str) -> Pieces:
+        """Pieces that are certain, in order; neighbours are of different channels, none is empty."""
+        out: Pieces = []
+        data, at = self._held + text, 0
+        while True:
+            tags = self._tags()
+            found = _pattern(tags).search(data, at)
+            if found is None:
+                break
+            self._plain(data[at : found.start()], out)
+            if self._tags() == tags:  # else the text before it ended the answer's start, where it was a tag
+                self._tag(found[0], out)
+                at = found.end()
+            else:
+                at = found.start()
+        keep = _held_length(data, at, self._tags())
+        self._plain(data[at : len(data) - keep], out)
+        self._held = data[len(data) - keep :] if keep else ""
+        return out
+
+    def close(self) -> Pieces:
+        """What was still held back, at the end of the stream."""
+        out: Pieces = []
+        held, self._held = self._held, ""
+        if held == _TURN_END:
+            self.ended = True
+        else:
+            self._plain(held, out)
+        self._add(Channel.TOOL, "".join(self._blank), out)
+        self._blank.clear()
+        return out
+
+    def _tags(self) -> tuple[str, ...]:
+        leading = _LEADING if self._channel is Channel.ANSWER and self._fresh else ()
+        return _TAGS[self._channel] + leading
+
+    def _plain(self, text: str, out: Pieces) -> None:
+        """Text without tags, into the channel at hand."""
+        if self._strip:
+            text = text.lstrip("\n")
+            self._strip = not text
+        if not text:
+            return
+        if self._channel is Channel.ANSWER:
+            blank = text.isspace()
+            if blank and self._after_call:
+                self._blank.append(text)
+                return
+            self._fresh = self._fresh and blank
+            if not blank:
+                self._after_call = False
+                text = "".join(self._blank) + text
+                self._blank.clear()
+        elif self._channel is Channel.TOOL:
+            self._call.append(text)
+        self._add(self._channel, text, out)
+
+    def _tag(self, tag: str, out: Pieces) -> None:
+        if self._strip:
+            tag = tag.lstrip("\n")
+            self._strip = False
+        self._add(Channel.TOOL, "".join(self._blank), out)
+        self._blank.clear()
+        if tag == _THINK:
+            self._channel = Channel.THINKING
+        elif tag == _THINK_END:
+            self._channel, self._strip = Channel.ANSWER, True
+            self._fresh, self._after_call = False, False
+        elif tag == _CALL_END:
+            self._add(Channel.TOOL, tag, out)
+            self._calls.append("".join(self._call) + tag)
+            self._call.clear()
+            self._channel, self._after_call, self._fresh = Channel.ANSWER, True, True
+        else:
+            self._add(Channel.TOOL, tag, out)
+            self._channel = Channel.TOOL
+            self._call.append(_CALL)
+
+    @staticmethod
+    def _add(channel: Channel, text: str, out: Pieces) -> None:
+        if not text:
+            return
+        if out and out[-1][0] is channel:
+            out[-1] = channel, out[-1][1] + text
+        else:
+            out.append((channel, text))
+
+
+@lru_cache(maxsize=16)
+def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, tags)))
+
+
+def _held_length(data: str, start: int, tags: tuple[str, ...]) -> int:
+    """How much of the end of data[start:] may still become a tag, or is (the beginning of) the turn's end."""
+    for length in range(min(len(data) - start, len(_TURN_END)), 0, -1):
+        suffix = data[-length:]
+        if _TURN_END.startswith(suffix) or any(tag.startswith(suffix) for tag in tags):
+            return length
+    return 0
+
+
+_NAME = re.compile(r"\s*(?:<tool_call>)?\s*(.*?)(?=\s|<arg_key>|</tool_call>|\Z)", re.DOTALL)
+_KEY, _KEY_END = "<arg_key>", "</arg_key>"
+_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
+
+
+def parse_tool_call(text: str, tools: Sequence[str] = ()) -> ToolCall:
+    """One call as the model wrote it, with or without its outer tags. ModelError where it has no name.
+
+    tools are the JSON schemas that the prompt offered: a value whose type there is "string" stays text. Other
+    values are decoded as JSON where they are JSON. A call that was cut off keeps the arguments it got.
+    """
+    head = _NAME.match(text)
+    name = head[1] if head else ""
+    if not name:
+        raise ModelError("the model wrote a tool call without a name", "ask again, or rephrase the question")
+    types = _argument_types(tools, name)
+    arguments: dict[str, Any] = {}
+    at = head.end() if head else 0
+    while (key_at := text.find(_KEY, at)) >= 0:
+        key, at = _until(text, key_at + len(_KEY), _KEY_END)
+        value_at = text.find(_VALUE, at)
+        if value_at < 0 or text[at:value_at].strip():  # a key that has no value of its own
+            continue
+        value, at = _until(text, value_at + len(_VALUE), _VALUE_END)
+        arguments[key.strip()] = _value(value, types.get(key.strip()))
+    return ToolCall(check_text(name), check_text(json.dumps(arguments, ensure_ascii=False)))
+
+
+def _until(text: str, start: int, end: str) -> tuple[str, int]:
+    """The text from start up to the end tag, and where it goes on; cut-off text runs to the call's end."""
+    stop = text.find(end, start)
+    if stop >= 0:
+        return text[start:stop], stop + len(end)
+    return text[start:].removesuffix(_CALL_END).removesuffix("\n"), len(text)
+
+
+def _value(text: str, declared: Any) -> Any:
+    kinds = declared if isinstance(declared, list) else [declared]
+    if "string" in kinds and not ("null" in kinds and text.strip() == "null"):
+        return text
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _argument_types(tools: Sequence[str], name: str) -> Mapping[str, Any]:
+    """Argument name -> declared type, from the schema of the tool with this name."""
+    for tool in tools:
+        schema = json.loads(tool)
+        function = schema.get("function", schema)
+        if function.get("name") == name:
+            fields = (function.get("parameters") or {}).get("properties") or {}
+            return {key: field.get("type") for key, field in fields.items() if isinstance(field, dict)}
+    return {}
