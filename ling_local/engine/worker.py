@@ -1,0 +1,171 @@
+"""The far side of the engine door: ``python -m ling_local.engine.worker FD``, started by remote.py only.
+
+Loads the engine, runs one request at a time and answers in messages. It ignores SIGINT (the front decides
+what Ctrl-C means) and ends at once when its pipe closes, also in the middle of a load or a step.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+
+from ling_local.engine.protocol import Engine, EngineSpec, Generation, ProgressFn
+from ling_local.engine.remote import Accepted, Cancel, Failed, Ready, Start, Stepped
+from ling_local.errors import EngineError, LingError, OutOfMemory
+
+_NO_MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
+
+
+class Running:
+    """The request that runs now, for cancels from the reader thread, which may come before it starts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number = 0
+        self._generation: Generation | None = None
+        self._cancelled = 0  # the highest number asked for; numbers only grow
+
+    def begin(self, number: int, generation: Generation) -> None:
+        with self._lock:
+            self._number, self._generation = number, generation
+            early = self._cancelled == number
+        if early:
+            generation.cancel()
+
+    def cancel(self, number: int) -> None:
+        with self._lock:
+            self._cancelled = number
+            generation = self._generation if self._number == number else None
+        if generation is not None:
+            generation.cancel()
+
+    def end(self) -> None:
+        with self._lock:
+            self._generation = None
+
+
+def main(fd: int) -> None:
+    """Serve the connection `fd` until it closes. Does not return."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    faulthandler.enable()  # a crash in native code leaves its stack in the front's buffer
+    connection = Connection(fd)
+    running = Running()
+    starts: SimpleQueue[Start] = SimpleQueue()
+    try:
+        spec = connection.recv()
+        threading.Thread(target=_listen, args=(connection, running, starts), daemon=True).start()
+        engine = _load(connection, spec)
+        while engine is not None:
+            _serve(connection, engine, starts.get(), running)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)
+
+
+def _listen(connection: Connection, running: Running, starts: SimpleQueue[Start]) -> None:
+    """Body of the reader thread: requests, cancels, and the end of the process when the front is gone."""
+    while True:
+        try:
+            message = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # at once: the main thread may be inside a load or a long step
+        if isinstance(message, Cancel):
+            running.cancel(message.number)
+        else:
+            starts.put(message)
+
+
+def _load(connection: Connection, spec: EngineSpec) -> Engine | None:
+    try:
+        engine = load_engine(spec, connection.send)
+        connection.send(Ready(engine.info))
+    except (BrokenPipeError, ConnectionResetError):
+        raise
+    except BaseException as error:
+        connection.send(Failed(0, to_error(error, "load")))
+        return None
+    return engine
+
+
+def load_engine(spec: EngineSpec, progress: ProgressFn | None) -> Engine:
+    """The engine itself, in this process."""
+    if spec.engine == "scripted":
+        from ling_local.engine.scripted import ScriptedEngine
+
+        return ScriptedEngine.load(spec, progress)
+    from ling_local.engine.native import NativeEngine
+
+    return NativeEngine.load(
+        Path(spec.model),
+        spec.device,
+        spec.dtype,
+        spec.draft,
+        block=spec.block,
+        context=spec.context,
+        threads=spec.threads,
+        progress=progress,
+    )
+
+
+def _serve(connection: Connection, engine: Engine, start: Start, running: Running) -> None:
+    """One request. Any exception becomes a message; the engine decides whether it goes on after one."""
+    try:
+        generation = engine.generate(start.request)
+        running.begin(start.number, generation)
+        connection.send(Accepted(start.number))
+        finished = False
+        for result in generation:
+            finished = result.finish is not None
+            connection.send(Stepped(start.number, result))
+        if not finished:
+            raise EngineError("the engine stopped without a reason", "Try again.")
+    except (BrokenPipeError, ConnectionResetError):
+        raise
+    except BaseException as error:
+        connection.send(Failed(start.number, to_error(error, "run")))
+    finally:
+        running.end()
+
+
+def to_error(error: BaseException, doing: str) -> LingError:
+    """Any exception as one that may cross the door; its trace goes along as a note, for --debug."""
+    trace = "".join(traceback.format_exception(error))
+    last = traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, LingError) and _can_travel(error):
+        result = error
+    elif _is_out_of_memory(error):
+        what = "to load the model" if doing == "load" else "for this request"
+        result = OutOfMemory(
+            f"there is not enough memory {what}",
+            "Try a smaller model, a smaller --ctx, or close what else uses the memory.",
+        )
+    else:
+        result = EngineError(f"the engine failed to {doing}: {last}", "Run it with --debug to see the trace.")
+    result.add_note("in the engine process:\n" + trace)
+    return result
+
+
+def _can_travel(error: LingError) -> bool:
+    try:
+        return isinstance(pickle.loads(pickle.dumps(error)), type(error))
+    except Exception:  # whatever its arguments hold: then its last line goes
+        return False
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    # torch's own class is told by its name: this module is imported where torch is not.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY_WORDS)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

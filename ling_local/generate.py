@@ -1,0 +1,307 @@
+"""The pump: a Request in, Events out. The only place where ids and text meet.
+
+Events of one generation, in this order: after each step its TokenEvents, then a StatsEvent; last one Finish.
+Every id that counts stands in exactly one TokenEvent, also an end-of-turn id, which has no text. Text that
+waits (for the rest of a rune, for what could become a stop string or a tag) comes with a later step, at the
+latest with the last one. After a stop nothing more is shown or counted: `Stats.tokens` and `Finish.ids` go up
+to the id that completed it. If the engine fails, text that waited is yielded before the exception is raised.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ling_local.engine.protocol import Engine, EngineSpec, Generation
+from ling_local.errors import EngineError, ModelError, UsageError, context_too_long
+from ling_local.stats import Tally
+from ling_local.text.channels import Channels
+from ling_local.text.stops import CodeStop, Stops
+from ling_local.text.stream import StreamText
+from ling_local.types import (
+    Channel,
+    Event,
+    Finish,
+    FinishReason,
+    Request,
+    StatsEvent,
+    StepResult,
+    TokenEvent,
+    TokenRequest,
+)
+
+if TYPE_CHECKING:  # jinja2 and tokenizers cost time, and a raw completion needs no template
+    from ling_local.text.template import ChatTemplate
+    from ling_local.text.tokenizer import Tokens
+
+_END_TOKENS = ("<|role_end|>", "<|endoftext|>")
+_TAGS = [f"<{slash}{name}>" for name in ("think", "tool_call", "arg_key", "arg_value") for slash in ("", "/")]
+_DEMO = Path(__file__).parent / "data" / "demo"
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """What is needed to turn text into ids and back. folder holds the chat template."""
+
+    tokens: Tokens
+    stop_ids: frozenset[int]
+    folder: Path
+
+    @classmethod
+    def load(cls, spec: EngineSpec) -> TextModel:
+        """From a checkpoint folder, or from a script. Raises ModelError."""
+        if spec.engine == "scripted":
+            from ling_local.engine.script import ScriptedTokens, read_script
+
+            script = read_script(Path(spec.model))
+            folder = Path(spec.model).parent / script.template if script.template else _DEMO
+            return cls(ScriptedTokens(script.pieces), frozenset({script.eos}), folder)
+        from ling_local.text.tokenizer import Tokenizer
+
+        folder = Path(spec.model)
+        tokens = Tokenizer.load(folder)
+        ends = {tokens.control[name] for name in _END_TOKENS if name in tokens.control}
+        return cls(tokens, frozenset(ends | _eos_ids(folder)), folder)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template, read when it is first wanted. Raises ModelError."""
+        from ling_local.text.template import ChatTemplate
+
+        return ChatTemplate.load(self.folder)
+
+    def encode(self, request: Request) -> list[int]:
+        """The prompt's ids: raw text as it is, messages through the template. UsageError, ModelError."""
+        if isinstance(request.prompt, str):
+            return self.tokens.encode(request.prompt)
+        return self.template.encode(self.tokens, request.prompt, thinking=request.thinking, tools=request.tools)
+
+
+class CancelToken:
+    """Ends a running `generate` from another thread or a signal handler; it then ends with CANCELLED."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._generation: Generation | None = None
+
+    def cancel(self) -> None:
+        """Any number of times; before the start too."""
+        self._asked = True  # written first, and read last in attach: one of the two sees the other
+        if self._generation is not None:
+            self._generation.cancel()
+
+    def attach(self, generation: Generation) -> None:
+        self._generation = generation
+        if self._asked:
+            generation.cancel()
+
+
+def generate(
+    engine: Engine, text_model: TextModel, request: Request, cancel: CancelToken | None = None
+) -> Iterator[Event]:
+    """Run a request. Closing the iterator cancels it, and so does an exception inside of it (Ctrl-C).
+
+    Waits for an engine that still loads; figures start after that. Raises before work: ContextTooLong,
+    UsageError (no prompt, a negative max_tokens), EngineBusy; and whatever the engine fails with.
+    """
+    limit = engine.info.context_limit
+    taken_s = time.monotonic()
+    ids = text_model.encode(request)
+    if not ids:
+        raise UsageError("the prompt is empty", "Give some text to go on from.")
+    if len(ids) >= limit:
+        raise context_too_long(len(ids), limit)
+    max_tokens = limit - len(ids) if request.max_tokens is None else request.max_tokens
+    if max_tokens < 0:
+        raise UsageError(f"max_tokens is {max_tokens}", "Give 0 or more.")
+    tally = Tally(taken_s, len(ids), limit)
+    if max_tokens == 0:
+        yield Finish(FinishReason.LENGTH, tally.stats())
+        return
+    stop_ids = frozenset() if request.ignore_eos else text_model.stop_ids
+    generation = engine.generate(TokenRequest(tuple(ids), request.sampling, max_tokens, stop_ids, request.draft))
+    if cancel is not None:
+        cancel.attach(generation)
+    yield from _events(generation, _reader(text_model, request), stop_ids, tally)
+
+
+def _events(
+    generation: Generation, reader: _RawText | _ChatText, stop_ids: frozenset[int], tally: Tally
+) -> Iterator[Event]:
+    steps = iter(generation)
+    made: list[int] = []
+    reason: FinishReason | None = None
+    try:
+        while reason is None:
+            try:
+                step = next(steps, None)
+                if step is None:
+                    raise EngineError("the engine stopped without a reason", "Try again.")
+            except Exception:
+                yield from _joined((channel, text, ()) for channel, text in reader.close())
+                raise
+            pieces = list(_take(step, reader, stop_ids))
+            num_ids = sum(len(ids) for _, _, ids in pieces)
+            made += step.ids[:num_ids]
+            reason = FinishReason.STOP if reader.hit else step.finish
+            if reason is not None:
+                pieces += [(channel, text, ()) for channel, text in reader.close()]
+            tally.add(
+                step,
+                num_ids,
+                num_thinking=sum(len(ids) for channel, _, ids in pieces if channel is Channel.THINKING),
+                has_answer=any(c is Channel.ANSWER and (text or {*ids} - stop_ids) for c, text, ids in pieces),
+            )
+            yield from _joined(pieces)
+            yield StatsEvent(tally.stats())
+    finally:
+        generation.cancel()  # after a stop: what the engine has run ahead is dropped
+        if isinstance(steps, Generator):
+            steps.close()
+    yield Finish(reason, tally.stats(), tuple(made))
+
+
+def _take(
+    step: StepResult, reader: _RawText | _ChatText, stop_ids: frozenset[int]
+) -> Iterator[tuple[Channel, str, tuple[int, ...]]]:
+    """Pieces of a step up to a stop: text as it comes loose, each id with the first piece that it led to."""
+    for token_id in step.ids:
+        before = reader.channel  # a tag belongs to what it ends
+        pieces = [] if token_id in stop_ids else reader.push(token_id)
+        ids = (token_id,)
+        for channel, text in pieces or [(before, "")]:
+            yield channel, text, ids
+            ids = ()
+        if reader.hit:
+            return
+
+
+def _joined(pieces: Iterable[tuple[Channel, str, tuple[int, ...]]]) -> Iterator[TokenEvent]:
+    """One event for each run of pieces in the same channel; none for nothing."""
+    for channel, run in groupby(pieces, key=lambda piece: piece[0]):
+        texts, ids = [], []
+        for _, text, some in run:
+            texts.append(text)
+            ids += some
+        if ids or any(texts):
+            yield TokenEvent("".join(texts), tuple(ids), channel)
+
+
+def _reader(text_model: TextModel, request: Request) -> _RawText | _ChatText:
+    if isinstance(request.prompt, str):
+        return _RawText(text_model.tokens, request.stop, CodeStop(request.prompt) if request.code_stop else None)
+    return _ChatText(text_model.tokens, request.stop, text_model.template.first_channel(request.thinking))
+
+
+class _RawText:
+    """Ids of a raw continuation to text: all of it answer, control tokens not shown."""
+
+    channel = Channel.ANSWER
+
+    def __init__(self, tokens: Tokens, stop: tuple[str, ...], code: CodeStop | None) -> None:
+        self._tokens = tokens
+        self._stream = StreamText()
+        self._stops = Stops(stop)
+        self._code = code
+
+    @property
+    def hit(self) -> bool:
+        """A stop is complete; what follows it is not wanted."""
+        return bool(self._stops.hit) or (self._code is not None and bool(self._code.hit))
+
+    def push(self, token_id: int) -> list[tuple[Channel, str]]:
+        if self._tokens.is_control(token_id):
+            return []
+        text = self._stops.push(self._stream.push(self._tokens.token_bytes(token_id)))
+        return self._answer(self._code.push(text) if self._code else text)
+
+    def close(self) -> list[tuple[Channel, str]]:
+        """Text that still waited for what might follow."""
+        text = self._stops.push(self._stream.close()) + self._stops.close()
+        return self._answer(self._code.push(text) + self._code.close() if self._code else text)
+
+    def _answer(self, text: str) -> list[tuple[Channel, str]]:
+        return [(Channel.ANSWER, text)] if text else []
+
+
+class _ChatText:
+    """Ids of an assistant turn to text by channel. Control tokens other than tags of channels are not shown.
+
+    Stop strings are looked for in the answer only: thoughts and the arguments of a call are not the place
+    where a person wants to end. After a tool call only more calls may follow; answer text there is the model
+    playing the other side, and ends the turn.
+    """
+
+    def __init__(self, tokens: Tokens, stop: tuple[str, ...], first: Channel) -> None:
+        self._tokens = tokens
+        self._tags = {tokens.control[tag] for tag in _TAGS if tag in tokens.control}
+        self._stream = StreamText()
+        self._channels = Channels(first)
+        self._stop = stop
+        self._stops = Stops(stop)
+        self._last = first
+        self._has_call = False
+        self._over = False
+
+    @property
+    def channel(self) -> Channel:
+        """Where text belongs now."""
+        return self._channels.channel
+
+    @property
+    def hit(self) -> bool:
+        return self._over or bool(self._stops.hit)
+
+    def push(self, token_id: int) -> list[tuple[Channel, str]]:
+        if self._tokens.is_control(token_id) and token_id not in self._tags:
+            return []
+        return self._sort(self._channels.push(self._stream.push(self._tokens.token_bytes(token_id))))
+
+    def close(self) -> list[tuple[Channel, str]]:
+        if self.hit:
+            return []
+        rest = self._sort([*self._channels.push(self._stream.close()), *self._channels.close()])
+        return rest if self.hit else rest + self._answer(self._stops.close())
+
+    def _sort(self, pieces: Iterable[tuple[Channel, str]]) -> list[tuple[Channel, str]]:
+        result: list[tuple[Channel, str]] = []
+        for channel, text in pieces:
+            if channel is not Channel.ANSWER:
+                if self._last is Channel.ANSWER:  # a stop string does not reach across a call
+                    result += self._answer(self._stops.close())
+                    self._stops = Stops(self._stop)
+                self._has_call = self._has_call or channel is Channel.TOOL
+                result.append((channel, text))
+            elif not self._has_call:
+                result += self._answer(self._stops.push(text))
+            elif text.strip():
+                self._over = True
+            self._last = channel
+            if self.hit:
+                break
+        return result
+
+    def _answer(self, text: str) -> list[tuple[Channel, str]]:
+        return [(Channel.ANSWER, text)] if text else []
+
+
+def _eos_ids(folder: Path) -> set[int]:
+    """Ids that the checkpoint's own files name as ends. Raises ModelError for a file that cannot be read."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        try:
+            data: Any = json.loads((folder / name).read_text(encoding="utf-8"))
+            value = data.get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, AttributeError) as error:
+            raise ModelError(f"{folder / name}: {error}", "Get the model's files again.") from error
+        values = value if isinstance(value, list) else [value]
+        ids.update(token_id for token_id in values if isinstance(token_id, int))
+    return ids

@@ -1,0 +1,204 @@
+"""The benchmark's data over scripted tokens: exact counts, no reuse, figures that agree, nulls where undefined."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ling_local.bench import TASKS, BenchPlan, BenchProgress, BenchReport, run_bench, summarise, to_json
+from ling_local.engine.protocol import EngineSpec
+from ling_local.engine.script import read_script
+from ling_local.engine.scripted import ScriptedEngine
+from ling_local.errors import ContextTooLong, UsageError
+from ling_local.generate import TextModel
+from ling_local.types import SamplingParams, TokenRequest
+
+Write = Callable[..., Path]
+BLOCKS = {"steps": [{"tokens": ["a", "b", "c", "d"], "delay_ms": 20}], "loop": True, "prefill_ms": 50}
+
+
+def bench(path: Path, on_progress: Any = None, **plan: Any) -> BenchReport:
+    spec = EngineSpec(str(path), "scripted")
+    return run_bench(ScriptedEngine.load(spec), TextModel.load(spec), BenchPlan(**plan), on_progress)
+
+
+def test_figures_of_a_known_run(write_script: Write) -> None:
+    """C089, C091: each figure once by hand, and the document is plain JSON."""
+    report = bench(write_script(BLOCKS, block=5, clock="virtual"), tokens=40, repetitions=6)
+    document = json.loads(json.dumps(to_json(report), allow_nan=False))
+    assert document["schema"] == 1
+    assert document["decode"]["tpot_ms"]["mean"] == pytest.approx(5)
+    assert document["decode"]["tpot_ms"]["p99"] == pytest.approx(5)
+    assert document["decode"]["step_ms"]["median"] == pytest.approx(20)
+    assert document["decode"]["tok_s"] == pytest.approx(200)
+    assert document["ttft_ms"]["mean"] == pytest.approx(70, abs=30)
+    speculation = document["speculation"]
+    assert (speculation["steps"], speculation["drafted"], speculation["accepted"]) == (60, 300, 180)
+    assert speculation["accept_length"] == 4
+    assert speculation["rate"] == pytest.approx(0.6)
+    assert speculation["rate_by_position"] == [1, 1, 1]
+    assert [sample["tokens"] for sample in document["samples"]] == [40] * 6
+    assert document["run"]["tokens"] == 40
+    assert document["run"]["repetitions"] == 6
+    assert document["run"]["task"] == "code"
+    assert document["machine"]["cpus"] >= 1
+    assert document["machine"]["torch"] is None
+    assert document["warnings"] == []
+
+
+def test_five_repetitions_are_the_default(write_script: Write) -> None:
+    assert len(bench(write_script(BLOCKS, clock="virtual"), tokens=8).samples) == 5
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 37])
+def test_every_repetition_makes_exactly_the_tokens_asked_for(write_script: Write, tokens: int) -> None:
+    """The end of turn is ignored: a script that says it at once goes on all the same."""
+    path = write_script([{"control": "<|role_end|>"}, ["a", "b"]], clock="virtual", block=3)
+    report = bench(path, tokens=tokens)
+    assert [sample.stats.tokens for sample in report.samples] == [tokens] * 5
+    assert report.exact
+
+
+def test_a_context_that_is_too_small_is_said(write_script: Write) -> None:
+    report = bench(write_script(BLOCKS, clock="virtual", context=2100), tokens=5000, repetitions=2)
+    assert not report.exact
+    assert not to_json(report)["run"]["exact"]
+    made = {str(sample.stats.tokens) for sample in report.samples}
+    assert any("5000" in warning and "2100" in warning for warning in report.warnings)
+    assert any(number in report.warnings[0] for number in made)
+
+
+def test_a_prompt_that_cannot_fit_is_refused(write_script: Write) -> None:
+    with pytest.raises(ContextTooLong):
+        bench(write_script(BLOCKS, context=100), prompt_tokens=100)
+    with pytest.raises(ContextTooLong):
+        bench(write_script(BLOCKS, context=100))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_no_repetition_uses_what_another_one_left(write_script: Write, task: str) -> None:
+    """C097: also for chat, where every prompt begins with the same role."""
+    report = bench(write_script(BLOCKS, clock="virtual"), tokens=4, repetitions=30, task=task, warmup=2)
+    assert [sample.stats.cached_tokens for sample in report.samples] == [0] * 30
+    assert to_json(report)["prefill"]["cached_tokens"] == 0
+    assert not any("state" in warning for warning in report.warnings)
+
+
+def test_reuse_is_said_if_it_happens(write_script: Write) -> None:
+    spec = EngineSpec(str(write_script(BLOCKS, clock="virtual")), "scripted")
+
+    class Reusing(ScriptedEngine):
+        """Finds three tokens of every prompt, as an engine with a cache of its own may."""
+
+        def generate(self, request: TokenRequest) -> Any:
+            self._state = list(request.ids[:3])
+            return super().generate(request)
+
+    engine = Reusing(read_script(Path(spec.model)))
+    report = run_bench(engine, TextModel.load(spec), BenchPlan(tokens=2, repetitions=4))
+    assert to_json(report)["prefill"]["cached_tokens"] == 12
+    assert any("12" in warning for warning in report.warnings)
+
+
+def test_one_token_and_one_repetition_leave_nulls(write_script: Write) -> None:
+    """C103."""
+    report = bench(write_script(BLOCKS, clock="virtual"), tokens=1, repetitions=1)
+    document = to_json(report)
+    assert document["decode"]["tpot_ms"] == dict.fromkeys(("mean", "sd", "median", "p99", "min", "max"))
+    assert document["decode"]["tok_s"] is None
+    assert document["ttft_ms"]["sd"] is None
+    assert document["ttft_ms"]["mean"] > 0
+    assert document["samples"][0]["tpot_ms"] is None
+    assert len(document["warnings"]) == 2
+    json.dumps(document, allow_nan=False)
+
+
+def test_without_drafts_nothing_is_speculated(write_script: Write) -> None:
+    report = bench(write_script(BLOCKS, block=3, clock="virtual"), tokens=8, draft=False)
+    speculation = to_json(report)["speculation"]
+    assert speculation["accept_length"] == 1
+    assert speculation["rate"] is None
+    assert speculation["rate_by_position"] == []
+    assert to_json(report)["model"]["drafter"] == "off"
+
+
+def test_progress_names_warm_up_and_repetition(write_script: Write) -> None:
+    seen: list[BenchProgress] = []
+    bench(write_script(BLOCKS, clock="virtual"), seen.append, tokens=8, repetitions=2, warmup=1)
+    starts = [(p.stage, p.repetition, p.repetitions) for p in seen if p.tokens == 0]
+    assert starts == [("warm-up", 1, 1), ("run", 1, 2), ("run", 2, 2)]
+    assert all(p.tokens <= p.tokens_wanted == 8 for p in seen)
+
+
+def test_the_timed_prompt_is_not_that_of_the_warm_up(write_script: Write) -> None:
+    path = write_script(BLOCKS, clock="virtual")
+    spec = EngineSpec(str(path), "scripted")
+    asked: list[tuple[int, ...]] = []
+
+    class Watched(ScriptedEngine):
+        def generate(self, request: TokenRequest) -> Any:
+            asked.append(request.ids)
+            return super().generate(request)
+
+    watched = Watched(read_script(path))
+    run_bench(watched, TextModel.load(spec), BenchPlan(tokens=2, repetitions=4, warmup=2))
+    assert len({ids[0] for ids in asked}) == 6
+    assert len({ids[-20:] for ids in asked}) == 1
+
+
+@pytest.mark.parametrize("wanted", [40, 700, 3000])
+def test_prompt_length_can_be_asked_for(write_script: Write, wanted: int) -> None:
+    report = bench(write_script(BLOCKS, clock="virtual"), tokens=2, prompt_tokens=wanted, repetitions=3)
+    assert {sample.stats.prompt_tokens for sample in report.samples} == {wanted}
+
+
+@pytest.mark.parametrize(
+    "plan", [{"task": "poem"}, {"tokens": 0}, {"repetitions": 0}, {"warmup": -1}, {"prompt_tokens": -5}]
+)
+def test_a_plan_that_cannot_be_is_a_usage_error(write_script: Write, plan: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        bench(write_script(BLOCKS), **plan)
+
+
+def test_sampling_is_in_the_report(write_script: Write) -> None:
+    sampling = SamplingParams(0.6, 20, 0.95, 7)
+    run = to_json(bench(write_script(BLOCKS, clock="virtual"), tokens=2, sampling=sampling))["run"]
+    assert (run["temperature"], run["top_k"], run["top_p"], run["seed"]) == (0.6, 20, 0.95, 7)
+
+
+@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=60))
+def test_summaries_are_in_order(values: list[float]) -> None:
+    summary = summarise(values)
+    assert summary is not None
+    assert summary.min <= summary.median <= summary.p99 <= summary.max
+    assert summary.min <= summary.mean <= summary.max
+    assert (summary.sd is None) == (len(values) == 1)
+
+
+def test_the_standard_deviation_survives_a_large_offset() -> None:
+    """One pass over squares would lose it."""
+    offset = 1e9
+    values = [offset + x for x in (4.0, 7.0, 13.0, 16.0)]
+    summary = summarise(values)
+    assert summary is not None
+    assert summary.sd == pytest.approx(math.sqrt(30))
+    assert summary.mean == offset + 10
+
+
+def test_p99_of_many_values_is_the_99th_percentile() -> None:
+    values = [NormalDist(10, 2).inv_cdf((i + 0.5) / 10_000) for i in range(10_000)]
+    summary = summarise(values)
+    assert summary is not None
+    assert summary.p99 == pytest.approx(NormalDist(10, 2).inv_cdf(0.99), rel=1e-3)
+
+
+def test_no_values_give_no_summary() -> None:
+    assert summarise([]) is None
