@@ -22,7 +22,7 @@ ROW_TILE = 16
 MAX_STOP_IDS = 16
 STOPPED_EOS, STOPPED_LENGTH = 1, 2
 ERROR_NON_FINITE = 1
-RING_HEADER = 6  # step number, count, drafted, accepted, finish, error; then ROW_TILE ids
+RING_HEADER = 6  # step number, count, drafted, accepted, finish, error; then ROW_TILE ids, and as many confidences
 
 
 class KernelError(Exception):
@@ -89,6 +89,60 @@ class MoeParams:
     limit: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class DraftLayerParams:
+    """One layer of a DSpark draft. in_proj [(Hq + 2 Hkv) * head, D] rows q‖k‖v; q_norm, k_norm [head]; out_proj
+    [D, Hq * head]."""
+
+    attention_norm: Tensor
+    in_proj: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    out_proj: Tensor
+    mlp_norm: Tensor
+    mlp: MlpParams
+
+
+@dataclass(frozen=True, slots=True)
+class DraftParams:
+    """A DSpark draft (dspark.md sections 1 to 6). fc [D, taps * D]; markov_w1, markov_w2 [V, r]; markov_extra: gated:
+    weight [r, D+r] and bias [r]; rnn: weight [3r, 2r+D] and bias [3r]; vanilla: nothing.
+    confidence [1, D (+r)] and bias, or None; temperatures [block] fp32, its calibration by position.
+
+    neox: rope turns halves (i, i + dim/2) instead of pairs (2i, 2i+1); rope_dim: how many of a head's values turn.
+    from_anchor: row 0 of a block, whose input is the anchor, gives the first draft.
+    """
+
+    fc: Tensor
+    hidden_norm: Tensor
+    layers: tuple[DraftLayerParams, ...]
+    norm: Tensor
+    markov_w1: Tensor
+    markov_w2: Tensor
+    markov_head: str
+    markov_extra: tuple[Tensor, ...]
+    confidence: Tensor | None
+    confidence_bias: Tensor | None
+    confidence_with_markov: bool
+    temperatures: Tensor
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_dim: int
+    neox: bool
+    from_anchor: bool
+    block_size: int
+    mask_id: int
+    eps: float
+
+
+class Proposal(NamedTuple):
+    """drafts [n] int64; confidence [n] fp32: estimated chance that each is accepted if those before it are."""
+
+    drafts: Tensor
+    confidence: Tensor
+
+
 class Routing(NamedTuple):
     """experts [R, K] int64, best first; weights [R, K] fp32, normalised and scaled."""
 
@@ -134,6 +188,11 @@ class Verdict(NamedTuple):
     anchor: Tensor
     done: Tensor
     entry: Tensor
+
+    @property
+    def following(self) -> Tensor:
+        """The token after each row of the tile, [ROW_TILE]; meaningful for the committed rows."""
+        return self.entry[RING_HEADER:]
 
 
 class Ops(Protocol):
@@ -225,5 +284,38 @@ class Ops(Protocol):
         logits [R, V] fp32, row j after position positions[j]; drafts [W-1] int64 or None at W = 1. A row's choice
         depends on its logits, the seed and its position only, so drafts never change what is emitted. Rows that
         would be committed must be finite, else count is 0 and the entry carries ERROR_NON_FINITE.
+        """
+        ...
+
+    def pick(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Proposal:
+        """Draft by the target's own rule from logits [n, V] fp32; positions [n] as in markov_pick. The confidence is
+        the draft's own probability."""
+        ...
+
+    def draft_context(
+        self, taps: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, positions: Tensor, rows: int
+    ) -> None:
+        """Write the keys and values of tokens that the target has processed into the draft's context.
+
+        taps [R, taps * D] act, the residual stream after the tapped layers; cache [layers, 2, C, Hkv, head] act;
+        rope [C, rope_dim] fp32 cos‖sin; rows `positions[:rows]` are written. Row-exact. Source: dspark.md section 3.
+        """
+        ...
+
+    def draft_block(
+        self, x: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, length: Tensor, extent: int
+    ) -> Tensor:
+        """The draft's layers over one block: embeddings x [n, D] of anchor and masks at positions length.. -> h [n, D].
+
+        Rows see the context rows before `length` [] and all rows of the block. Source: dspark.md section 4.
+        """
+        ...
+
+    def markov_pick(
+        self, base: Tensor, h: Tensor, anchor: Tensor, params: DraftParams, positions: Tensor, sampling: Sampling
+    ) -> Proposal:
+        """Pick drafts left to right: base [n, V] fp32 logits and h [n, D] of the rows that predict them, plus a bias
+        from the token before. positions [n]: of the rows that will verify them, which key the noise, so that draft
+        and target draw with the same noise. Source: dspark.md sections 5 and 6.1.
         """
         ...

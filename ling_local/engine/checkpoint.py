@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,12 +45,18 @@ class Entry:
     num_bytes: int
 
 
-def check_files(folder: Path, specs: list[TensorSpec], optional: tuple[str, ...] = ()) -> dict[str, Entry]:
+def check_files(
+    folder: Path,
+    specs: list[TensorSpec],
+    optional: tuple[str, ...] = (),
+    canonical: Callable[[str], str] = lambda name: name,
+) -> dict[str, Entry]:
     """Where every tensor of `specs` lies, after all checks. Reads headers only.
 
-    `optional` are name prefixes that may be absent (a draft's copies of the target's embedding and head).
+    optional: names that may be absent (a draft's copies of the target's embedding and head); canonical: the
+    layout's name for a name found in the files.
     """
-    entries = read_entries(folder)
+    entries = {canonical(name): entry for name, entry in read_entries(folder).items()}
     wanted = {spec.name: spec for spec in specs}
     for name, entry in entries.items():
         if name not in wanted and not name.endswith(IGNORED_SUFFIX):
@@ -61,7 +67,7 @@ def check_files(folder: Path, specs: list[TensorSpec], optional: tuple[str, ...]
     for name, spec in wanted.items():
         if name in entries:
             _check_tensor(entries[name], spec)
-        elif not name.startswith(optional or ("\0",)):
+        elif name not in optional:
             raise ModelError(
                 f"{folder}: tensor {name} is in none of its files",
                 "the checkpoint is incomplete: " + _again(folder),

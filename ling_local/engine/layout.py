@@ -169,6 +169,10 @@ def _moe(table: _Table, config: ModelConfig, disk: str, field: str) -> None:
     _mlp(table, disk + "shared_experts.", field + "shared_", width, config.shared_intermediate_size)
 
 
+# A draft carries copies of the target's embedding and head; ling uses the target's, so they may be left out.
+DRAFT_COPIES = ("embed_tokens.weight", "lm_head.weight")
+
+
 def draft_layout(config: DraftConfig) -> list[TensorSpec]:
     """All tensors of a DSpark draft (dspark.md section 1.2), its copies of embedding and head included."""
     table = _Table(1)
@@ -197,6 +201,7 @@ def draft_layout(config: DraftConfig) -> list[TensorSpec]:
         table.part("markov_head.gate_proj.bias", (rank,), "markov_gate_bias")
     if config.markov_head == "rnn":
         table.part("markov_head.joint_proj.weight", (3 * rank, 2 * rank + width), "markov_joint")
+        table.part("markov_head.joint_proj.bias", (3 * rank,), "markov_joint_bias")
     if config.confidence_head:
         inputs = width + (rank if config.confidence_with_markov else 0)
         table.part("confidence_head.proj.weight", (1, inputs), "confidence")

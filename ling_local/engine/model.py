@@ -12,26 +12,38 @@ from ling_local.engine.weights import LayerWeights, Weights
 
 
 class Hidden(NamedTuple):
-    """last [R, D]: after the final norm, the head's input; staged: per KDA layer, empty after a prefill."""
+    """last [R, D]: after the final norm, the head's input; staged: per KDA layer, empty after a prefill; taps: the
+    residual stream [R, D] after each layer that was asked for."""
 
     last: Tensor
     staged: list[KdaStaged]
+    taps: list[Tensor]
 
 
 def forward(
-    ops: Ops, weights: Weights, state: SequenceState, ids: Tensor, positions: Tensor, rows: int | None
+    ops: Ops,
+    weights: Weights,
+    state: SequenceState,
+    ids: Tensor,
+    positions: Tensor,
+    rows: int | None,
+    tapped: tuple[int, ...] = (),
 ) -> Hidden:
     """Run ids [R] at positions [R] through the model.
 
     rows None: a prefill chunk; KDA states and conv history advance by all R rows. Otherwise a window with `rows`
     live rows: they stay as they are and what a commit needs is returned. Latent rows are written either way.
+    tapped: layers whose output is wanted, -1 for the embedding.
     """
     eps = weights.config.rms_norm_eps
     staged: list[KdaStaged] = []
+    taps: list[Tensor] = []
     kda = mla = 0
     partial, x = None, ops.embed(ids, weights.embedding)
-    for layer in weights.layers:
+    for number, layer in enumerate(weights.layers):
         x, h = ops.exchange_norm(partial, x, layer.attention_norm, eps)
+        if number - 1 in tapped:
+            taps.append(x)
         proj = ops.linear(h, layer.attention.in_proj)
         if isinstance(layer.attention, KdaParams):
             o = _kda(ops, proj, state, layer, kda, rows, staged)
@@ -43,8 +55,10 @@ def forward(
         partial = ops.linear(o, layer.attention.out_proj)
         x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps)
         partial = feed_forward(ops, h, layer, rows)
-    _, last = ops.exchange_norm(partial, x, weights.norm, eps)
-    return Hidden(last, staged)
+    x, last = ops.exchange_norm(partial, x, weights.norm, eps)
+    if len(weights.layers) - 1 in tapped:
+        taps.append(x)
+    return Hidden(last, staged, taps)
 
 
 def _kda(

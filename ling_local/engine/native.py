@@ -2,57 +2,43 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import ling_kernels
 from ling_kernels.ops import (
-    ERROR_NON_FINITE,
     MAX_STOP_IDS,
     RING_HEADER,
     ROW_TILE,
-    STOPPED_EOS,
-    STOPPED_LENGTH,
     KernelError,
 )
 from ling_local.engine.config import load_model_config
+from ling_local.engine.drafter import Drafter
+from ling_local.engine.drafts import open_drafter
+from ling_local.engine.generation import CHUNK, NativeGeneration, RingEntry
 from ling_local.engine.layout import memory_bytes, model_layout, parameter_count
 from ling_local.engine.model import forward
 from ling_local.engine.protocol import EngineInfo, ProgressFn
 from ling_local.engine.state import RING_SLOTS, SequenceState, Snapshot
-from ling_local.engine.step import step
 from ling_local.engine.weights import DTYPES, Weights, load_weights
-from ling_local.errors import ContextTooLong, EngineBusy, EngineError, ModelError, NonFinite, UsageError
-from ling_local.types import FinishReason, StepResult, TokenRequest
+from ling_local.errors import ContextTooLong, EngineBusy, EngineError, ModelError, UsageError
+from ling_local.types import TokenRequest
 
-CHUNK = 256  # prompt tokens per prefill pass; a cancel waits for one
 KEPT_SNAPSHOTS = 8
-FINISH = {0: None, STOPPED_EOS: FinishReason.EOS, STOPPED_LENGTH: FinishReason.LENGTH}
-
-
-class RingEntry(NamedTuple):
-    """One step's line of the ring, on the host."""
-
-    step: int
-    count: int
-    drafted: int
-    accepted: int
-    finish: int
-    error: int
-    ids: tuple[int, ...]
 
 
 class NativeEngine:
     """A loaded model with the state of one sequence. Build it with `load`."""
 
-    def __init__(self, weights: Weights, info: EngineInfo, vocab: int, run_ahead: int = 1) -> None:
+    def __init__(
+        self, weights: Weights, info: EngineInfo, vocab: int, drafter: Drafter | None = None, run_ahead: int = 1
+    ) -> None:
         self.weights = weights
+        self.drafter = drafter
         self.ops = ling_kernels.load(info.device)
         self.vocab = vocab
         self.run_ahead = run_ahead
@@ -60,7 +46,7 @@ class NativeEngine:
         self._state: SequenceState | None = self.new_state(info.context_limit)
         self._ids: list[int] = []  # what is in the state
         self._snapshots: list[Snapshot] = []
-        self._running: weakref.ref[_Generation] | None = None  # weak: an abandoned one frees the engine
+        self._running: weakref.ref[NativeGeneration] | None = None  # weak: an abandoned one frees the engine
 
     @classmethod
     def load(
@@ -84,8 +70,6 @@ class NativeEngine:
         config = load_model_config(folder)
         if dtype not in DTYPES:
             raise UsageError(f"no dtype '{dtype}'", f"use one of: {', '.join(DTYPES)}")
-        if draft not in ("off", "auto"):
-            raise ModelError(f"{folder}: no drafter '{draft}' for this model", "use --speculation off")
         if not 0 <= context <= config.max_position_embeddings:
             raise UsageError(
                 f"a context of {context} tokens is not possible: the model's limit is {config.max_position_embeddings}",
@@ -97,6 +81,7 @@ class NativeEngine:
             raise UsageError(str(error), "use --device cpu") from None
         specs = model_layout(config)
         weights = load_weights(folder, config, DTYPES[dtype], device, progress)
+        drafter = open_drafter(folder, weights, draft, block)
         info = EngineInfo(
             model=folder.resolve().name,
             dtype=dtype,
@@ -105,10 +90,13 @@ class NativeEngine:
             vocab_size=config.vocab_size,
             parameters=parameter_count(specs),
             weight_bytes=memory_bytes(specs, DTYPES[dtype].itemsize),
+            drafter=drafter.name if drafter else "off",
+            block=drafter.block if drafter else 0,
+            torch=torch.__version__,
         )
         if device == "cpu":
             torch.set_num_threads(threads or fitting_threads(info.weight_bytes))
-        return cls(weights, info, tokenizer_size(folder, config.vocab_size))
+        return cls(weights, info, tokenizer_size(folder, config.vocab_size), drafter)
 
     @property
     def info(self) -> EngineInfo:
@@ -116,7 +104,10 @@ class NativeEngine:
 
     def new_state(self, context: int) -> SequenceState:
         """An empty state for `context` tokens."""
-        return SequenceState(self.weights.config, context, self.weights.dtype, self._info.device, self.vocab)
+        state = SequenceState(self.weights.config, context, self.weights.dtype, self._info.device, self.vocab)
+        if self.drafter:
+            self.drafter.attach(state, self.weights)
+        return state
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int], *, chunk: int = CHUNK, window: int = 0) -> Tensor:
@@ -132,7 +123,9 @@ class NativeEngine:
             if window:
                 logits.append(self._verify_all(state, start, part))
             else:
-                logits.append(self.ops.head(self._prefill(state, start, part), self.weights.lm_head))
+                following = ids[start + 1 : start + len(part) + 1] or [0]
+                hidden = self._prefill(state, start, part, (*following, 0)[: len(part)])
+                logits.append(self.ops.head(hidden, self.weights.lm_head))
         return torch.cat(logits)
 
     def _verify_all(self, state: SequenceState, start: int, ids: Sequence[int]) -> Tensor:
@@ -141,14 +134,14 @@ class NativeEngine:
         state.reserve(start + rows)
         known = self._tensor(ids)
         state.anchor.copy_(known[0])
+        state.drafts[: rows - 1].copy_(known[1:])
         state.length.fill_(start)
-        window = state.window(known[1:] if rows > 1 else None, rows)
+        window = state.window(rows)
         hidden = forward(self.ops, self.weights, state, window.ids, window.positions, rows)
-        logits = self.ops.head(hidden.last, self.weights.lm_head)[:rows]
         self.ops.kda_commit(hidden.staged, state.conv, state.recurrent, torch.full_like(state.length, rows))
-        return logits
+        return self.ops.head(hidden.last, self.weights.lm_head)[:rows]
 
-    def generate(self, request: TokenRequest) -> _Generation:
+    def generate(self, request: TokenRequest) -> NativeGeneration:
         """Start a request. Raises UsageError, ContextTooLong or EngineBusy before any work."""
         if self._state is None:
             raise EngineError("the engine is closed", "open it again")
@@ -165,12 +158,12 @@ class NativeEngine:
             raise UsageError(f"max_tokens is {request.max_tokens}", "ask for one token or more")
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(f"{len(request.stop_ids)} stop ids", f"give at most {MAX_STOP_IDS}")
-        generation = _Generation(self, request)
+        generation = NativeGeneration(self, request)
         self._running = weakref.ref(generation)
         return generation
 
     @property
-    def running(self) -> _Generation | None:
+    def running(self) -> NativeGeneration | None:
         """The generation under way."""
         return self._running() if self._running else None
 
@@ -190,11 +183,18 @@ class NativeEngine:
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._info.device)
 
-    def _prefill(self, state: SequenceState, start: int, ids: Sequence[int]) -> Tensor:
-        """Put ids into the state at positions start.. and return their final hidden rows [n, D]."""
+    def _prefill(self, state: SequenceState, start: int, ids: Sequence[int], following: Sequence[int]) -> Tensor:
+        """Put ids into the state at positions start.. and return their final hidden rows [n, D].
+
+        following: the token after each of them.
+        """
         state.reserve(start + len(ids))
         positions = torch.arange(start, start + len(ids), device=self._info.device)
-        return forward(self.ops, self.weights, state, self._tensor(ids), positions, None).last
+        taps = self.drafter.taps if self.drafter else ()
+        hidden = forward(self.ops, self.weights, state, self._tensor(ids), positions, None, taps)
+        if self.drafter:
+            self.drafter.absorb(self.ops, self.weights, state, hidden, self._tensor(following), positions, None)
+        return hidden.last
 
     def _resume(self, ids: list[int]) -> int:
         """Bring the state to the longest prefix of ids[:-1] that it or a snapshot holds; how many tokens that is."""
@@ -226,99 +226,9 @@ class NativeEngine:
     def _read(self, number: int) -> RingEntry:
         """Wait for step `number` and read its entry: the only place where a device value reaches the host."""
         values = self._state.ring[number % RING_SLOTS].tolist()
-        return RingEntry(*values[:RING_HEADER], tuple(values[RING_HEADER : RING_HEADER + values[1]]))
-
-
-class _Generation:
-    """One request under way. Iterate it once; `cancel` from any thread."""
-
-    def __init__(self, engine: NativeEngine, request: TokenRequest) -> None:
-        self.engine = engine
-        self.request = request
-        self.cancelled = False
-        self.granted = self.read = 0  # steps
-        self.known = list(request.ids)  # tokens known so far; all but the last are in the state
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    def close(self) -> None:
-        """Free the engine at once; what an abandoned iterator does too."""
-        self.cancelled = True
-        if self.engine.running is not self:
-            return
-        while self.read < self.granted:  # granted but never asked for: the state holds their tokens
-            self._take()
-        self.engine._running = None
-
-    def __iter__(self) -> Iterator[StepResult]:
-        engine = self.engine
-        try:
-            if engine.running is not self:  # closed before it began, or iterated before
-                yield StepResult((), time_s=time.monotonic(), finish=FinishReason.CANCELLED)
-                return
-            with torch.inference_mode():
-                first = self._prefill()
-            if first is None:
-                yield StepResult((), time_s=time.monotonic(), finish=FinishReason.CANCELLED)
-                return
-            yield from self._steps(first)
-            if engine.running is self:
-                engine._remember()
-        except (Exception, KeyboardInterrupt):
-            engine._forget()  # the state may stand between two tokens
-            raise
-        finally:
-            self.close()
-
-    def _prefill(self) -> StepResult | None:
-        """Bring everything but the last id into the state. The figures of it, or None if cancelled meanwhile."""
-        engine, request = self.engine, self.request
-        started = time.monotonic()
-        prompt = self.known[:-1]
-        cached = engine._resume(self.known)
-        for start in range(cached, len(prompt), CHUNK):
-            if self.cancelled:
-                return None
-            engine._prefill(engine._state, start, prompt[start : start + CHUNK])
-            engine._ids += prompt[start : start + CHUNK]
-        engine._remember()
-        remaining = min(request.max_tokens, engine.info.context_limit - len(request.ids))
-        engine._state.begin(len(prompt), request.ids[-1], remaining, sorted(request.stop_ids), request.sampling)
-        return StepResult((), cached=cached, prefilled=len(prompt) - cached, prefill_s=time.monotonic() - started)
-
-    def _steps(self, first: StepResult) -> Iterator[StepResult]:
-        """Grant steps ahead, read the oldest, until the device or a cancel says that it is over."""
-        engine = self.engine
-        prefill = (first.cached, first.prefilled, first.prefill_s)
-        while True:
-            while self.granted - self.read < engine.run_ahead and engine.running is self and not self.cancelled:
-                engine._state.reserve(len(self.known) + (self.granted - self.read + 1) * ROW_TILE)
-                with torch.inference_mode():
-                    step(engine.ops, engine.weights, engine._state, 1)
-                self.granted += 1
-            if self.read == self.granted:
-                yield StepResult((), time_s=time.monotonic(), finish=FinishReason.CANCELLED)
-                return
-            entry = self._take()
-            if entry.error == ERROR_NON_FINITE:
-                raise NonFinite(
-                    f"step {entry.step}, position {len(self.known) - 1}: the logits hold NaN or Inf",
-                    "start the answer again; if it comes back, check the weights or use --dtype float32",
-                )
-            finish = FINISH[entry.finish]
-            yield StepResult(entry.ids, entry.drafted, entry.accepted, time.monotonic(), finish, *prefill)
-            prefill = (0, 0, 0.0)
-            if finish is not None:
-                return
-
-    def _take(self) -> RingEntry:
-        """Wait for the oldest granted step and note its tokens."""
-        entry = self.engine._read(self.read)
-        self.read += 1
-        self.known += entry.ids
-        self.engine._ids += self.known[len(self.engine._ids) : -1]
-        return entry
+        ids = values[RING_HEADER : RING_HEADER + values[1]]
+        sure = [v / 1e6 for v in values[RING_HEADER + ROW_TILE :]]
+        return RingEntry(*values[:RING_HEADER], tuple(ids), tuple(sure))
 
 
 def fitting_threads(weight_bytes: int) -> int:

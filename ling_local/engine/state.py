@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, Limits, Sampling, Verdict
+from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, Limits, Proposal, Sampling, Verdict
 from ling_kernels.reference.mla import SPLIT, rope_table
 from ling_local.engine.config import ModelConfig
 from ling_local.types import SamplingParams
@@ -29,11 +29,12 @@ class Window(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What a prefix leaves besides its latent rows: recurrent and conv copies, and the prefix itself."""
+    """What a prefix leaves besides rows by position: the prefix itself, and copies of what has no positions."""
 
     ids: list[int]
     recurrent: Tensor
     conv: Tensor
+    mtp_hidden: Tensor | None
 
 
 class SequenceState:
@@ -41,9 +42,19 @@ class SequenceState:
 
     recurrent [kda layers, H, head, head] fp32 as [key, value]; conv [kda layers, 3, 3P]; latent [mla layers, C, L+r];
     rope [C, r] fp32; length, anchor, remaining, step [] int64; done [] bool; stop_ids [MAX_STOP_IDS];
-    ring [RING_SLOTS, RING_HEADER + ROW_TILE] int64; sampling. extent: host bound of the positions in use, a
+    ring [RING_SLOTS, RING_HEADER + 2 * ROW_TILE] int64; sampling. extent: host bound of the positions in use, a
     multiple of the attention's split; how large it is changes time, never bits.
+
+    A drafter adds its own: draft_context [layers, 2, C, Hkv, head] and draft_rope [C, dim] (DSpark), mtp_latent
+    [C, L+r], mtp_rows [ROW_TILE, D] and mtp_hidden [1, D] (NEXTN). drafts and confidence [ROW_TILE - 1] are the
+    proposal that the next window verifies.
     """
+
+    draft_context: Tensor | None = None
+    draft_rope: Tensor | None = None
+    mtp_latent: Tensor | None = None
+    mtp_rows: Tensor | None = None
+    mtp_hidden: Tensor | None = None
 
     def __init__(self, config: ModelConfig, context: int, dtype: torch.dtype, device: str, vocab: int) -> None:
         heads, head = config.num_heads, config.head_dim
@@ -58,7 +69,8 @@ class SequenceState:
         self.length, self.anchor, self.remaining, self.step = torch.zeros(4, dtype=torch.int64, device=device)
         self.done = torch.ones((), dtype=torch.bool, device=device)
         self.stop_ids = torch.full((MAX_STOP_IDS,), -1, dtype=torch.int64, device=device)
-        self.ring = torch.zeros(RING_SLOTS, RING_HEADER + ROW_TILE, dtype=torch.int64, device=device)
+        self.ring = torch.zeros(RING_SLOTS, RING_HEADER + 2 * ROW_TILE, dtype=torch.int64, device=device)
+        self.drafts = torch.zeros(ROW_TILE - 1, dtype=torch.int64, device=device)
         self._tile = torch.arange(ROW_TILE, device=device)
         words = torch.zeros(2, dtype=torch.int64, device=device)
         reals = torch.ones(2, dtype=torch.float32, device=device)
@@ -89,15 +101,26 @@ class SequenceState:
         greedy = params.temperature == 0 or params.top_k == 1
         self.sampling = self.sampling._replace(greedy=greedy)
 
-    def window(self, drafts: Tensor | None, width: int) -> Window:
-        """Anchor and drafts as rows of a tile. The rows past `width` repeat id 0 and are never looked at."""
-        known = self.anchor.view(1) if drafts is None else torch.cat([self.anchor.view(1), drafts])
-        ids = torch.nn.functional.pad(known, (0, ROW_TILE - width))
-        return Window(ids, self.length + self._tile, drafts, width)
+    def window(self, width: int) -> Window:
+        """The anchor and the first width - 1 drafts as rows of a tile. The rows past them are never looked at."""
+        ids = torch.cat([self.anchor.view(1), self.drafts])
+        return Window(ids, self.length + self._tile, self.drafts[: width - 1] if width > 1 else None, width)
+
+    def expect(self, proposal: Proposal) -> None:
+        """Keep what the next window verifies; its confidences go into the last step's ring entry, in millionths."""
+        num = proposal.drafts.shape[0]
+        self.drafts[:num].copy_(proposal.drafts)
+        entry = (proposal.confidence * 1e6).long()[None]
+        column = RING_HEADER + ROW_TILE
+        self.ring[:, column : column + num].index_copy_(0, self._slot(self.step - 1), entry)
+
+    def _slot(self, step: Tensor) -> Tensor:
+        return (step % RING_SLOTS).view(1)
 
     def advance(self, verdict: Verdict) -> None:
         """Move the words past what a step committed and write its ring entry. Device only."""
-        self.ring.index_copy_(0, (self.step % RING_SLOTS).view(1), verdict.entry[None])
+        entry = torch.nn.functional.pad(verdict.entry, (0, ROW_TILE))
+        self.ring.index_copy_(0, self._slot(self.step), entry[None])
         self.length += verdict.count
         self.remaining -= verdict.count
         self.anchor.copy_(torch.where(verdict.count > 0, verdict.anchor, self.anchor))
@@ -106,18 +129,25 @@ class SequenceState:
 
     def clear(self) -> None:
         """As new: nothing of any earlier sequence is left, not even rubbish past its end."""
-        for tensor in (self.recurrent, self.conv, self.latent, self.length, self.ring):
-            tensor.zero_()
+        drafter = (self.draft_context, self.mtp_latent, self.mtp_rows, self.mtp_hidden)
+        for tensor in (self.recurrent, self.conv, self.latent, self.length, self.ring, *drafter):
+            if tensor is not None:
+                tensor.zero_()
         self.done.fill_(True)
 
     def rewind(self) -> None:
-        """Before the first token. Latent rows need no clearing: they are written before they are read."""
+        """Before the first token. Rows by position need no clearing: they are written before they are read."""
         self.recurrent.zero_()
         self.conv.zero_()
+        if self.mtp_hidden is not None:
+            self.mtp_hidden.zero_()
 
     def snapshot(self, ids: list[int]) -> Snapshot:
-        return Snapshot(ids, self.recurrent.clone(), self.conv.clone())
+        hidden = None if self.mtp_hidden is None else self.mtp_hidden.clone()
+        return Snapshot(ids, self.recurrent.clone(), self.conv.clone(), hidden)
 
     def restore(self, snapshot: Snapshot) -> None:
         self.recurrent.copy_(snapshot.recurrent)
         self.conv.copy_(snapshot.conv)
+        if self.mtp_hidden is not None:
+            self.mtp_hidden.copy_(snapshot.mtp_hidden)

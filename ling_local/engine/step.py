@@ -1,26 +1,44 @@
-"""The one decode step. Touches device tensors only; the window's width is the one number the host gives."""
+"""The one decode step. Touches device tensors only; `width` and `following` are the numbers that the host gives."""
 
 from __future__ import annotations
 
-from ling_kernels.ops import KdaStaged, Ops, Verdict
-from ling_local.engine.model import forward
-from ling_local.engine.state import SequenceState
+from ling_kernels.ops import Ops, Verdict
+from ling_local.engine.drafter import Drafter
+from ling_local.engine.model import Hidden, forward
+from ling_local.engine.state import SequenceState, Window
 from ling_local.engine.weights import Weights
 
 
-def step(ops: Ops, weights: Weights, state: SequenceState, width: int) -> None:
-    """Commit 1..width tokens and write them to state.ring. After `done` nothing changes but the step number.
+def step(ops: Ops, weights: Weights, state: SequenceState, drafter: Drafter | None, width: int, following: int) -> None:
+    """Verify the anchor and width - 1 drafts, commit 1..width tokens, write them to state.ring, and propose
+    `following` drafts for the next window. After `done` nothing changes but the step number.
 
-    Plain decode is width 1: the anchor alone is verified and the target's token after it is the bonus token.
+    Plain decode is width 1: the target's token after the anchor is the bonus token. Drafts are proposed at the end
+    of a step, not at the head of the next, so that the ring entry tells how sure they are before the host grants
+    the window that verifies them.
     """
-    window = state.window(None, width)
-    hidden = forward(ops, weights, state, window.ids, window.positions, window.rows)
+    window = state.window(width)
+    taps = drafter.taps if drafter else ()
+    hidden = forward(ops, weights, state, window.ids, window.positions, width, taps)
     logits = ops.head(hidden.last, weights.lm_head)
     verdict = ops.verdict(logits, window.drafts, window.positions, state.sampling, state.limits, width)
-    commit(ops, state, hidden.staged, verdict)
+    commit(ops, weights, state, drafter, window, hidden, verdict)
+    if drafter and following:
+        state.expect(drafter.propose(ops, weights, state, following))
 
 
-def commit(ops: Ops, state: SequenceState, staged: list[KdaStaged], verdict: Verdict) -> None:
-    """Advance the state by the rows that the verdict kept: exactly what one-row steps would have left."""
-    ops.kda_commit(staged, state.conv, state.recurrent, verdict.count)
+def commit(
+    ops: Ops,
+    weights: Weights,
+    state: SequenceState,
+    drafter: Drafter | None,
+    window: Window,
+    hidden: Hidden,
+    verdict: Verdict,
+) -> None:
+    """Advance everything by the rows that the verdict kept: exactly what one-row steps would have left."""
+    ops.kda_commit(hidden.staged, state.conv, state.recurrent, verdict.count)
+    if drafter:
+        drafter.absorb(ops, weights, state, hidden, verdict.following, window.positions, window.rows)
+        drafter.settle(state, verdict.count)
     state.advance(verdict)

@@ -50,7 +50,7 @@ def test_prefill_and_steps_leave_the_same_state(engine: NativeEngine) -> None:
     ids = list(range(60))
     stepped, chunked = engine.new_state(60), engine.new_state(60)
     with torch.inference_mode():
-        engine._prefill(chunked, 0, ids)
+        engine._prefill(chunked, 0, ids, [*ids[1:], 0])
         for at, token in enumerate(ids):
             engine._verify_all(stepped, at, [token])
     for name in ("recurrent", "conv", "latent"):
@@ -70,10 +70,10 @@ def test_a_longer_request_computes_only_what_is_new(folder: Path, engine: Native
     # the same passes on a fresh engine leave the same bits
     fresh = NativeEngine.load(folder)
     with torch.inference_mode():
-        fresh._prefill(fresh._state, 0, PROMPT[:-1])
+        fresh._prefill(fresh._state, 0, PROMPT[:-1], PROMPT[1:])
         for at, token in enumerate(longer[len(PROMPT) - 1 : -5]):
             fresh._verify_all(fresh._state, len(PROMPT) - 1 + at, [token])
-        fresh._prefill(fresh._state, len(longer) - 5, longer[-5:-1])
+        fresh._prefill(fresh._state, len(longer) - 5, longer[-5:-1], longer[-4:])
         known = longer[-1:] + tokens(second)
         for at, token in enumerate(known[:-1]):
             fresh._verify_all(fresh._state, len(longer) - 1 + at, [token])
@@ -288,7 +288,7 @@ def test_any_committed_prefix_of_a_window_is_what_single_rows_leave(engine: Nati
     ids = [(i * 31) % 128 for i in range(10 + width)]
     with torch.inference_mode():
         base = engine.new_state(64)
-        engine._prefill(base, 0, ids[:10])
+        engine._prefill(base, 0, ids[:10], ids[1:11])
         start = base.snapshot([])
         plain = [start]
         for row in range(width):

@@ -63,7 +63,7 @@ def test_rows_past_the_window_and_the_extent_change_nothing(engine: NativeEngine
     ids = random_ids(engine, 2, 20)
     state = engine.new_state(400)
     with torch.inference_mode():
-        engine._prefill(state, 0, ids[:10])
+        engine._prefill(state, 0, ids[:10], ids[1:11])
         kept = state.snapshot(ids[:10])
         results = []
         for rubbish, extent in ((0, 128), (5, 256), (7, 384)):

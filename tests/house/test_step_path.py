@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from checkpoints import config_json, write_checkpoint
 from ling_kernels.reference import ReferenceOps
 from ling_local.engine.config import model_config
@@ -16,10 +18,9 @@ from ling_local.engine.state import SequenceState
 from ling_local.engine.step import step
 from ling_local.engine.weights import assemble
 from ling_local.types import SamplingParams, TokenRequest
-from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).parents[2]
-STEP_FILES = ("engine/step.py", "engine/model.py", "engine/state.py")
+STEP_FILES = tuple(f"engine/{name}.py" for name in ("step", "model", "state", "drafter", "dspark", "nextn"))
 READS = re.compile(r"\.(item|tolist|cpu|numpy)\(|(?<!\.)\b(int|float)\(|nonzero|masked_select|\.unique\(")
 # `_grouped` runs in prefill chunks only, where the host may look
 ALLOWED = {"for expert in routing.experts.unique().tolist():", "row, slot = (routing.experts == expert).nonzero("}
@@ -34,7 +35,7 @@ def test_a_step_runs_where_no_value_exists(experts: int, sampled: bool) -> None:
     }
     state = SequenceState(config, 256, torch.float32, "meta", config.vocab_size)
     state.sampling = state.sampling._replace(greedy=not sampled)
-    step(ReferenceOps(), assemble(config, fields), state, 1)
+    step(ReferenceOps(), assemble(config, fields), state, None, 1, 0)
     with pytest.raises((RuntimeError, NotImplementedError)):
         state.length.item()  # the guard itself: a read would have raised
 
@@ -61,7 +62,7 @@ def test_a_step_asks_for_no_value(tmp_path: Path, params: SamplingParams) -> Non
     next(results)
     with NoHostReads(), torch.inference_mode():
         for _ in range(3):
-            step(engine.ops, engine.weights, engine._state, 1)
+            step(engine.ops, engine.weights, engine._state, engine.drafter, 1, 0)
     with pytest.raises(AssertionError, match="reads a device value"), NoHostReads():
         engine._state.length.item()
 

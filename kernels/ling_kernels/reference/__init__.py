@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ling_kernels.reference import dense, kda, mla, moe, sample
+from ling_kernels.reference import dense, draft, kda, mla, moe, sample
 
 
 class ReferenceOps:
@@ -20,3 +20,7 @@ class ReferenceOps:
     route = staticmethod(moe.route)
     experts = staticmethod(moe.experts)
     verdict = staticmethod(sample.verdict)
+    pick = staticmethod(sample.pick)
+    draft_context = staticmethod(draft.context)
+    draft_block = staticmethod(draft.block)
+    markov_pick = staticmethod(draft.pick)

@@ -16,6 +16,7 @@ from ling_kernels.ops import (
     STOPPED_EOS,
     STOPPED_LENGTH,
     Limits,
+    Proposal,
     Sampling,
     Verdict,
 )
@@ -66,6 +67,12 @@ def choose(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
     if sampling.greedy:
         return logits.argmax(-1)
     return (filtered_logits(logits, sampling) + gumbel(sampling.seed, positions, logits.shape[-1])).argmax(-1)
+
+
+def pick(logits: Tensor, positions: Tensor, sampling: Sampling) -> Proposal:
+    logits = logits[:, : sampling.vocab]
+    tokens = choose(logits, positions, sampling)
+    return Proposal(tokens, logits.softmax(-1).gather(1, tokens[:, None])[:, 0])
 
 
 def verdict(

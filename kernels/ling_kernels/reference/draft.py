@@ -1,0 +1,105 @@
+"""DSpark: context injection, block draft, Markov picks and confidence (dspark.md sections 3 to 6)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ling_kernels.ops import DraftLayerParams, DraftParams, Proposal, Sampling
+from ling_kernels.reference.dense import mlp, rms_norm
+from ling_kernels.reference.mla import rotate
+from ling_kernels.reference.sample import choose
+
+
+def _turned(x: Tensor, angles: Tensor, params: DraftParams) -> Tensor:
+    """Rope over the first rope_dim values of each head: x [n, heads, head], angles [n, rope_dim] cos‖sin."""
+    turning, still = x.float().split([params.rope_dim, x.shape[-1] - params.rope_dim], dim=-1)
+    if params.neox:
+        cos, sin = angles[:, None].chunk(2, -1)
+        a, b = turning.chunk(2, -1)
+        turning = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    else:
+        turning = rotate(turning, angles)
+    return torch.cat([turning, still], dim=-1).to(x.dtype)
+
+
+def _keys_values(x: Tensor, layer: DraftLayerParams, params: DraftParams, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys (normed, turned) and values of rows x [n, D]: [n, Hkv, head] each."""
+    rows = params.num_heads * params.head_dim
+    keys, values = F.linear(x, layer.in_proj[rows:]).view(x.shape[0], 2, params.num_kv_heads, -1).unbind(1)
+    return _turned(rms_norm(keys, layer.k_norm, params.eps), angles, params), values
+
+
+def context(taps: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, positions: Tensor, rows: int) -> None:
+    ctx = rms_norm(F.linear(taps, params.fc), params.hidden_norm, params.eps)
+    angles = rope.index_select(0, positions)
+    for index, layer in enumerate(params.layers):
+        for side, fresh in enumerate(_keys_values(ctx, layer, params, angles)):
+            cache[index, side].index_copy_(0, positions[:rows], fresh[:rows])
+
+
+def block(x: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, length: Tensor, extent: int) -> Tensor:
+    num = x.shape[0]
+    angles = rope.index_select(0, length + torch.arange(num, device=x.device))
+    earlier = torch.arange(extent, device=x.device) < length
+    visible = torch.cat([earlier, earlier.new_ones(num)])
+    for index, layer in enumerate(params.layers):
+        h = rms_norm(x, layer.attention_norm, params.eps)
+        q = F.linear(h, layer.in_proj[: params.num_heads * params.head_dim]).view(num, params.num_heads, -1)
+        q = _turned(rms_norm(q, layer.q_norm, params.eps), angles, params)
+        keys, values = _keys_values(h, layer, params, angles)
+        keys = torch.cat([cache[index, 0, :extent], keys])
+        values = torch.cat([cache[index, 1, :extent], values])
+        x = x + F.linear(_attend(q, keys, values, visible), layer.out_proj)
+        x = x + mlp(rms_norm(x, layer.mlp_norm, params.eps), layer.mlp)
+    return rms_norm(x, params.norm, params.eps)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """Softmax attention without a causal mask. q [n, Hq, head]; keys, values [m, Hkv, head] -> [n, Hq * head]."""
+    repeat = q.shape[1] // keys.shape[1]
+    keys, values = (t.float().repeat_interleave(repeat, 1).transpose(0, 1) for t in (keys, values))
+    # rows that are not visible may hold anything: their weight is exactly zero, and they are finite
+    scores = torch.bmm(q.float().transpose(0, 1), keys.mT) / q.shape[-1] ** 0.5
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return torch.bmm(weights, values).transpose(0, 1).flatten(1).to(q.dtype)
+
+
+def pick(
+    base: Tensor, h: Tensor, anchor: Tensor, params: DraftParams, positions: Tensor, sampling: Sampling
+) -> Proposal:
+    drafts, confidence = [], []
+    before = anchor.view(1)
+    state = torch.zeros(1, params.markov_w1.shape[1], dtype=torch.float32, device=base.device)
+    for row in range(base.shape[0]):
+        hidden, known = h[row : row + 1].float(), params.markov_w1.index_select(0, before).float()
+        bias, state = _markov(hidden, known, state, params)
+        logits = base[row : row + 1] + F.linear(bias, params.markov_w2.float())
+        confidence.append(_confidence(hidden, known, params, row))
+        before = choose(logits[:, : sampling.vocab], positions[row : row + 1], sampling)
+        drafts.append(before)
+    return Proposal(torch.cat(drafts), torch.cat(confidence))
+
+
+def _markov(hidden: Tensor, known: Tensor, state: Tensor, params: DraftParams) -> tuple[Tensor, Tensor]:
+    """The head's input to W2 [1, r] from the token before (known [1, r]) and the row's hidden state [1, D]."""
+    if params.markov_head == "gated":
+        weight, bias = params.markov_extra
+        gate = torch.sigmoid(F.linear(torch.cat([hidden, known], dim=-1), weight.float(), bias.float()))
+        return gate * known, state
+    if params.markov_head == "rnn":
+        joint = torch.cat([state, known, hidden], dim=-1)
+        weight, bias = params.markov_extra
+        g, c, o = F.linear(joint, weight.float(), bias.float()).chunk(3, -1)
+        state = torch.sigmoid(g) * state + (1 - torch.sigmoid(g)) * torch.tanh(c)
+        return torch.tanh(o), state
+    return known, state
+
+
+def _confidence(hidden: Tensor, known: Tensor, params: DraftParams, row: int) -> Tensor:
+    if params.confidence is None:
+        return hidden.new_ones(1)
+    inputs = torch.cat([hidden, known], dim=-1) if params.confidence_with_markov else hidden
+    score = F.linear(inputs, params.confidence.float(), params.confidence_bias.float())[:, 0]
+    return torch.sigmoid(score / params.temperatures[row])
