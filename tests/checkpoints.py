@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ling_local.engine.config import model_config
-from ling_local.engine.layout import F32, TensorSpec, model_layout
+from ling_local.engine.config import draft_config, load_model_config, model_config
+from ling_local.engine.layout import DRAFT_COPIES, F32, TensorSpec, draft_layout, model_layout
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -83,4 +83,51 @@ def write_checkpoint(folder: Path, seed: int = 0, shards: int = 2, **changes: An
         weight_map |= dict.fromkeys(part, name)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+DRAFT_ALIASES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+
+
+def write_draft(
+    folder: Path,
+    target: Path,
+    seed: int = 9,
+    prefix: str = "",
+    copies: bool = False,
+    alias: bool = False,
+    **changes: Any,
+) -> Path:
+    """Write an untrained DSpark draft for the model in `target`; names may be written as other exporters do."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = load_model_config(target)
+    data = {
+        "architectures": ["LingDSparkModel"],
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "block_size": 8,
+        "mask_token_id": 4,
+        "target_layer_ids": [0, 2],
+        "markov_rank": 8,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "rope_theta": 1e4,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": model.max_position_embeddings,
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(data))
+    generator = torch.Generator().manual_seed(seed)
+    specs = draft_layout(draft_config(data, model))
+    tensors = {spec.name: random_tensor(spec, generator) for spec in specs}
+    if not copies:
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in DRAFT_COPIES}
+    if alias:
+        tensors = {DRAFT_ALIASES.get(name, name): tensor for name, tensor in tensors.items()}
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder

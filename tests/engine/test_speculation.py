@@ -1,0 +1,338 @@
+"""Speculation never changes a byte: ids and states with drafts equal plain decoding, to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from checkpoints import GOLDEN, write_checkpoint, write_draft
+from ling_kernels.ops import Proposal
+from ling_local.engine.native import NativeEngine
+from ling_local.errors import ModelError, UsageError
+from ling_local.types import FinishReason, SamplingParams, StepResult, TokenRequest
+from parity import assert_bits, assert_close
+
+PROMPT = (5, 17, 99, 3, 42, 8, 8, 120, 77, 31)
+LENGTH = 40
+SAMPLED = SamplingParams(temperature=0.9, top_k=30, top_p=0.95, seed=5)
+KINDS = {
+    "mtp": [("mtp", block) for block in (1, 2, 5, 8)],
+    "dspark": [("dspark", block) for block in range(1, 9)],
+}
+WAYS = [way for ways in KINDS.values() for way in ways]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), seed=1)
+    write_draft(folder / "dspark", folder)
+    return folder
+
+
+def load(folder: Path, draft: str = "off", block: int = 0, **kw) -> NativeEngine:
+    return NativeEngine.load(folder, draft=draft, block=block, **kw)
+
+
+def run(engine: NativeEngine, ids: Sequence[int] = PROMPT, max_tokens: int = LENGTH, **kw) -> list[StepResult]:
+    return list(engine.generate(TokenRequest(tuple(ids), max_tokens=max_tokens, **kw)))
+
+
+def tokens(results: list[StepResult]) -> tuple[int, ...]:
+    return tuple(token for result in results for token in result.ids)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> tuple[int, ...]:
+    return tokens(run(load(folder)))
+
+
+def assert_same_state(got: NativeEngine, want: NativeEngine) -> None:
+    """Everything that the kept tokens leave, bit for bit; nothing is said about rows past the end."""
+    assert got._ids == want._ids
+    held, a, b = len(want._ids), got._state, want._state
+    for name in ("recurrent", "conv", "length", "anchor"):
+        assert_bits(getattr(a, name), getattr(b, name), name)
+    assert_bits(a.latent[:, :held], b.latent[:, :held], "latent")
+    if b.mtp_latent is not None:
+        assert_bits(a.mtp_latent[:held], b.mtp_latent[:held], "MTP latent")
+        assert_bits(a.mtp_hidden, b.mtp_hidden, "MTP hidden")
+    if b.draft_context is not None:
+        assert_bits(a.draft_context[:, :, :held], b.draft_context[:, :, :held], "draft context")
+
+
+class Oracle:
+    """A drafter that knows the answer and spoils it after as many tokens as the pattern says, step by step."""
+
+    def __init__(self, inner, answer: Sequence[int], pattern: Sequence[int]) -> None:
+        self.inner, self.answer, self.pattern, self.calls = inner, answer, pattern, 0
+
+    def __getattr__(self, name: str):
+        return getattr(self.inner, name)
+
+    def propose(self, ops, weights, state, num: int) -> Proposal:
+        made = self.inner.propose(ops, weights, state, num)
+        good = self.pattern[self.calls % len(self.pattern)]
+        self.calls += 1
+        at = int(state.length) - (len(PROMPT) - 1)  # the anchor is answer[at - 1]
+        right = [*self.answer[at : at + num], *[0] * num][:num]
+        drafts = [t if j < good else (t + 1) % 128 for j, t in enumerate(right)]
+        return Proposal(torch.tensor(drafts), torch.full_like(made.confidence, 0.99))
+
+
+def forced(folder: Path, draft: str, block: int, answer: Sequence[int], pattern: Sequence[int]) -> NativeEngine:
+    engine = load(folder, draft, block)
+    engine.drafter = Oracle(engine.drafter, answer, pattern)
+    return engine
+
+
+@pytest.mark.parametrize(("draft", "block"), WAYS)
+@pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+def test_an_untrained_draft_changes_nothing(folder: Path, draft: str, block: int, sampling: SamplingParams) -> None:
+    engine, reference = load(folder, draft, block), load(folder, draft, block)
+    results = run(engine, sampling=sampling)
+    alone = run(reference, sampling=sampling, draft=False)
+    assert tokens(results) == tokens(alone) == tokens(run(load(folder), sampling=sampling))
+    assert any(r.drafted for r in results)
+    assert not any(r.drafted for r in alone)
+    assert_same_state(engine, reference)
+
+
+@pytest.mark.parametrize("draft", KINDS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    block=st.integers(1, 8),
+    pattern=st.lists(st.integers(0, 8), min_size=1, max_size=6),
+    max_tokens=st.integers(1, LENGTH),
+    stop=st.integers(0, LENGTH - 1) | st.none(),
+)
+def test_any_accept_pattern_leaves_plain_decodings_ids_and_state(
+    folder: Path, plain: tuple[int, ...], draft: str, block: int, pattern: list[int], max_tokens: int, stop: int | None
+) -> None:
+    stop_ids = frozenset() if stop is None else frozenset({plain[stop]})
+    engine = forced(folder, draft, block, plain, pattern)
+    results = run(engine, max_tokens=max_tokens, stop_ids=stop_ids)
+    reference = load(folder, draft, block)
+    alone = run(reference, max_tokens=max_tokens, stop_ids=stop_ids, draft=False)
+    assert tokens(results) == tokens(alone)
+    assert results[-1].finish is alone[-1].finish
+    assert_same_state(engine, reference)
+    assert all(len(r.ids) == r.accepted + 1 for r in results)
+    assert all(r.accepted <= r.drafted <= block for r in results)
+
+
+@pytest.mark.parametrize("draft", KINDS)
+@pytest.mark.parametrize("accepted", range(9))
+def test_every_accept_length_is_reached(folder: Path, plain: tuple[int, ...], draft: str, accepted: int) -> None:
+    engine = forced(folder, draft, 8, plain, [accepted])
+    results = run(engine)
+    assert tokens(results) == plain
+    full = [r for r in results[1:-1] if r.drafted == 8]
+    assert full
+    assert all(r.accepted == accepted for r in full)
+
+
+@pytest.mark.parametrize("draft", KINDS)
+@pytest.mark.parametrize("place", range(10))
+def test_a_stop_at_every_place_of_a_block(folder: Path, draft: str, place: int) -> None:
+    answer = list(range(30, 30 + LENGTH))  # tokens that differ, so that each place has its own stop
+    engine = forced(folder, draft, 8, answer, [8])
+    reference = load(folder, draft, 8)
+    for each in (engine, reference):
+        force_answer(each, answer)
+    stop = frozenset({answer[1 + place]})
+    results, alone = run(engine, stop_ids=stop), run(reference, stop_ids=stop, draft=False)
+    assert tokens(results) == tokens(alone) == tuple(answer[: place + 2])
+    assert results[-1].finish is FinishReason.EOS
+    assert len(results) == (2 if place < 9 else 3)
+    assert_same_state(engine, reference)
+
+
+def force_answer(engine: NativeEngine, answer: Sequence[int]) -> None:
+    """Make the target's greedy choice at each position the given one, by its logits."""
+    verdict = engine.ops.verdict
+
+    def forced_verdict(logits, drafts, positions, *rest):
+        wanted = [answer[min(max(int(p) - (len(PROMPT) - 1), 0), len(answer) - 1)] for p in positions]
+        logits = logits.clone()
+        logits[torch.arange(logits.shape[0]), torch.tensor(wanted)] = 1e4
+        return verdict(logits, drafts, positions, *rest)
+
+    engine.ops.verdict = forced_verdict
+
+
+@pytest.mark.parametrize("draft", KINDS)
+@pytest.mark.parametrize("room", range(1, 12))
+def test_the_end_of_the_context_may_lie_inside_a_block(
+    folder: Path, plain: tuple[int, ...], draft: str, room: int
+) -> None:
+    context = len(PROMPT) + room
+    engine = load(folder, draft, 8, context=context)
+    engine.drafter = Oracle(engine.drafter, plain, [8])
+    results = run(engine, max_tokens=100)
+    assert tokens(results) == plain[:room]
+    assert results[-1].finish is FinishReason.LENGTH
+    reference = load(folder, draft, 8, context=context)
+    run(reference, max_tokens=100, draft=False)
+    assert_same_state(engine, reference)
+
+
+@pytest.mark.parametrize("draft", KINDS)
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 17])
+def test_prompts_of_any_length_start_right(folder: Path, draft: str, length: int) -> None:
+    ids = [(i * 37 + 11) % 128 for i in range(length)]
+    engine, reference = load(folder, draft, 8), load(folder, draft, 8)
+    assert tokens(run(engine, ids, 20)) == tokens(run(reference, ids, 20, draft=False))
+    assert_same_state(engine, reference)
+
+
+@pytest.mark.parametrize("draft", KINDS)
+def test_speculation_may_be_switched_between_requests(folder: Path, plain: tuple[int, ...], draft: str) -> None:
+    engine, reference = forced(folder, draft, 8, plain, [3, 0, 8]), load(folder, draft, 8)
+    ids = PROMPT
+    for turn, drafting in enumerate((True, False, True, True, False)):
+        made = tokens(run(engine, ids, 9, draft=drafting))
+        assert made == tokens(run(reference, ids, 9, draft=False))
+        assert_same_state(engine, reference)
+        ids = (*ids, *made, turn, turn + 50)
+
+
+@pytest.mark.parametrize("draft", KINDS)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cancel=st.integers(0, 6), keep=st.integers(0, 12), ahead=st.integers(1, 3))
+def test_any_cancel_point_leaves_a_usable_state(
+    folder: Path, plain: tuple[int, ...], draft: str, cancel: int, keep: int, ahead: int
+) -> None:
+    engine = forced(folder, draft, 4, plain, [2, 4, 0])
+    engine.run_ahead = ahead
+    generation = engine.generate(TokenRequest(PROMPT, max_tokens=LENGTH))
+    made: list[int] = []
+    for number, result in enumerate(generation):
+        made += result.ids
+        if number == cancel:
+            generation.cancel()
+    assert tuple(made) == plain[: len(made)]
+    # a stop string keeps less than what was made; the next turn goes on from there
+    longer = (*PROMPT, *made[:keep], 9, 100)
+    fresh = load(folder)
+    assert tokens(run(engine, longer, 12)) == tokens(run(fresh, longer, 12))
+
+
+@pytest.mark.parametrize("draft", KINDS)
+def test_a_restored_snapshot_and_a_prefill_equal_a_fresh_run(folder: Path, plain: tuple[int, ...], draft: str) -> None:
+    engine = forced(folder, draft, 8, plain, [8, 1])
+    run(engine)
+    again = (*PROMPT, *plain[:3], 77)
+    results = run(engine, again, 12)
+    assert results[0].cached == len(PROMPT) - 1
+    fresh = load(folder, draft, 8)
+    with torch.inference_mode():
+        fresh._prefill(fresh._state, 0, again[: len(PROMPT) - 1], again[1 : len(PROMPT)])
+    fresh._ids = list(again[: len(PROMPT) - 1])
+    assert tokens(run(fresh, again, 12)) == tokens(results)
+    assert_same_state(engine, fresh)
+
+
+def test_a_sampled_request_gives_the_same_bytes_with_and_without_drafts_that_hit(folder: Path) -> None:
+    alone = tokens(run(load(folder), sampling=SAMPLED))
+    engine = forced(folder, "dspark", 8, alone, [8, 5, 2])
+    results = run(engine, sampling=SAMPLED)
+    assert tokens(results) == alone
+    assert max(len(r.ids) for r in results) > 3
+
+
+def linked(folder: Path, tmp_path: Path) -> Path:
+    """The model's files in a new folder, without its draft."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in folder.iterdir():
+        if file.is_file():
+            (copy / file.name).symlink_to(file)
+    return copy
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_key_value_heads": 1}, {"rope_is_neox_style": False}, {"sample_from_anchor": False}]
+)
+def test_every_kind_of_draft_is_lossless(folder: Path, tmp_path: Path, head: str, changes: dict) -> None:
+    copy = linked(folder, tmp_path)
+    write_draft(copy / "dspark", folder, markov_head_type=head, **changes)
+    assert tokens(run(load(copy, "dspark"))) == tokens(run(load(folder)))
+
+
+@pytest.mark.parametrize("length", [1, 7, 65, 130])
+def test_mtp_logits_are_the_goldens(length: int) -> None:
+    import numpy as np
+
+    from ling_local.engine.nextn import mtp_forward
+
+    engine = load(GOLDEN / "flashlike", "mtp")
+    golden = np.load(GOLDEN / "flashlike" / "golden.npz")
+    ids = golden[f"prompt_{length}"].tolist()
+    following = [*ids[1:], int(golden[f"greedy_tokens_{length}"][0])]
+    state = engine.new_state(length)
+    seen: list[torch.Tensor] = []
+    with torch.inference_mode():
+        hidden = engine._prefill(state, 0, ids, following)
+        seen = mtp_forward(
+            engine.ops, engine.weights, state, hidden, torch.tensor(following), torch.arange(length), None
+        )
+        logits = engine.ops.head(seen, engine.weights.lm_head)
+    assert_close(logits, golden[f"mtp_logits_{length}"], "golden logits")
+
+
+def test_auto_takes_the_best_drafter_there_is(folder: Path, tmp_path: Path) -> None:
+    assert load(folder, "auto").info.drafter == "dspark"
+    assert load(folder, "auto").info.block == 8
+    assert load(GOLDEN / "flashlike", "auto").info.drafter == "mtp"
+    assert load(GOLDEN / "tinylike_realdims", "auto").info.drafter == "off"
+    assert load(folder, "dspark", 3).info.block == 3
+
+
+def test_what_cannot_be_is_refused_with_the_reason(folder: Path) -> None:
+    with pytest.raises(UsageError, match="trained on blocks of 8"):
+        load(folder, "dspark", 9)
+    with pytest.raises(UsageError, match="at most 8"):
+        load(folder, "mtp", 9)
+    with pytest.raises(ModelError, match="no MTP layer"):
+        load(GOLDEN / "tinylike_realdims", "mtp")
+    with pytest.raises(ModelError, match="dspark"):
+        load(GOLDEN / "flashlike", "dspark")
+    with pytest.raises(UsageError, match="no drafter 'x'"):
+        load(folder, "x")
+
+
+def test_draft_files_are_checked_like_all_others(folder: Path, tmp_path: Path) -> None:
+    copy = linked(folder, tmp_path)
+    draft = write_draft(copy / "dspark", folder)
+    assert load(copy, "dspark").info.drafter == "dspark"
+    (draft / "confidence_calibration.json").write_text(json.dumps({"temperatures": [1.0]}))
+    with pytest.raises(ModelError, match="needs 8 temperatures"):
+        load(copy, "dspark")
+    (draft / "confidence_calibration.json").unlink()
+    data = (draft / "model.safetensors").read_bytes()
+    (draft / "model.safetensors").write_bytes(data[:-2])
+    with pytest.raises(ModelError, match="its header says"):
+        load(copy, "dspark")
+
+
+@pytest.mark.parametrize("copies", [True, False])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_draft_exports_are_read_under_their_other_names(
+    folder: Path, tmp_path: Path, copies: bool, prefix: str
+) -> None:
+    copy = linked(folder, tmp_path)
+    write_draft(copy / "dspark", folder, prefix=prefix, copies=copies, alias=True)
+    plain_draft = load(folder, "dspark").drafter.params
+    got = load(copy, "dspark").drafter.params
+    for field in dataclasses.fields(got):
+        a, b = getattr(got, field.name), getattr(plain_draft, field.name)
+        if isinstance(a, torch.Tensor):
+            assert_bits(a, b, field.name)
