@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import write_checkpoint
 from ling_local.engine.protocol import Engine, EngineSpec
 from ling_local.engine.remote import RemoteEngine
 from ling_local.engine.scripted import ScriptedEngine
@@ -40,9 +41,25 @@ def _spec(folder: Path) -> EngineSpec:
     return EngineSpec(str(path), "scripted")
 
 
+def _native(folder: Path, draft: str) -> EngineSpec:
+    """A small random model whose drafts hardly ever hit: what counts here is the door."""
+    model = write_checkpoint(folder / "model", seed=1)
+    return EngineSpec(str(model), context=CONTEXT, draft=draft, threads=1)
+
+
+def _load_native(folder: Path, draft: str) -> Engine:
+    from ling_local.engine.native import NativeEngine  # torch: only where it is run in this process
+
+    spec = _native(folder, draft)
+    return NativeEngine.load(spec.model, draft=spec.draft, context=spec.context, threads=1)
+
+
 FACTORIES: dict[str, Factory] = {
     "scripted": lambda folder: ScriptedEngine.load(_spec(folder)),
     "remote": lambda folder: RemoteEngine(_spec(folder)),
+    "native": lambda folder: _load_native(folder, "off"),
+    "native mtp": lambda folder: _load_native(folder, "mtp"),
+    "remote native": lambda folder: RemoteEngine(_native(folder, "off")),
 }
 
 
