@@ -5,8 +5,8 @@ TPOT leaves out the tokens of the first step: they came together at t_first, bef
 What follows came in t_last - t_first. With one token in the first step this is the usual (t_last - t_first) /
 (n - 1); with four tokens every 20 ms it is 5 ms at every length, where dividing by n - 1 would read less.
 
-Identities: tokens = steps x accept_length; tok_s x tpot_s = 1; accepted = sum(accepted_by_position); and
-accept_length = 1 + sum(accepted_by_position) / steps where no step was cut (a cut step has no bonus token).
+Identities: tokens = steps x accept_length; tok_s x tpot_s = 1; accepted = sum(accepted_by_position);
+accept_length = 1 + sum(accepted_by_position) / steps (the last token of a cut step counts as its bonus token).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Tally:
         self._seen_s = step.time_s
         if not num_ids:
             return  # a last step without tokens (cancelled) verified nothing
-        accepted = min(step.accepted, num_ids)
+        accepted = min(step.accepted, num_ids - 1)
         self._by_position.extend([0] * (accepted - len(self._by_position)))
         for position in range(accepted):
             self._by_position[position] += 1

@@ -105,7 +105,8 @@ class StepResult:
     """What one verify step committed.
 
     ids       committed tokens, accepted drafts first, then the bonus token; cut at a stop id or limit
-    drafted   drafts that this step verified; accepted: how many of them are in ids
+    drafted   drafts that this step verified
+    accepted  ids beyond one: the last id of a step, cut or not, counts as its bonus token
     time_s    `time.monotonic()` of the engine when the step's tokens were known
     finish    set on the last step only; a last step may carry no ids (cancelled)
     cached, prefilled   set on the first step: prompt tokens found in the state, and computed

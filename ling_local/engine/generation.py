@@ -46,7 +46,7 @@ class NativeGeneration:
         self.drafts = 0  # made by the last granted step
         self.made: deque[int] = deque()  # by each step that is granted and not read
         self.sure: tuple[float, ...] = ()  # confidence of the drafts of the last step read
-        self.rule = WidthRule(engine.info.block)
+        self.rule = WidthRule(engine.info.block if request.draft else 0, engine.step_times)
         self.known = list(request.ids)  # tokens known so far; all but the last are in the state
 
     def cancel(self) -> None:
@@ -127,7 +127,7 @@ class NativeGeneration:
         """Launch one step. How many drafts it verifies is what the step before it made, cut by the width rule where
         their confidence is known already."""
         engine, state = self.engine, self.engine._state
-        following = self.rule.following() if self.request.draft else 0
+        following = self.rule.following()
         width = self.drafts + 1
         if self.drafts and self.read == self.granted:
             width = self.rule.width(self.sure[: self.drafts], following)

@@ -25,6 +25,7 @@ from ling_local.engine.model import forward
 from ling_local.engine.protocol import EngineInfo, ProgressFn
 from ling_local.engine.state import RING_SLOTS, SequenceState, Snapshot
 from ling_local.engine.weights import DTYPES, Weights, load_weights
+from ling_local.engine.width import StepTimes
 from ling_local.errors import ContextTooLong, EngineBusy, EngineError, ModelError, UsageError
 from ling_local.types import TokenRequest
 
@@ -42,6 +43,7 @@ class NativeEngine:
         self.ops = ling_kernels.load(info.device)
         self.vocab = vocab
         self.run_ahead = run_ahead
+        self.step_times = StepTimes()
         self._info = info
         self._state: SequenceState | None = self.new_state(info.context_limit)
         self._ids: list[int] = []  # what is in the state

@@ -169,7 +169,7 @@ class ScriptedEngine:
             # The newest id of all has not been through the model yet; it joins with the next step.
             state.extend((newest + kept)[:-1])
             newest = kept[-1:]
-            accepted = min(len(kept), len(step.ids) - 1)
+            accepted = max(len(kept) - 1, 0)
             yield replace(head, ids=kept, drafted=step.drafted, accepted=accepted, time_s=clock.time(), finish=finish)
             if finish is not None:
                 return

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from checkpoints import GOLDEN, write_checkpoint, write_draft
 from ling_kernels.ops import Proposal
 from ling_local.engine.native import NativeEngine
+from ling_local.engine.width import PLAIN_FIRST
 from ling_local.errors import ModelError, UsageError
 from ling_local.types import FinishReason, SamplingParams, StepResult, TokenRequest
 from parity import assert_bits, assert_close
@@ -37,7 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, draft: str = "off", block: int = 0, **kw) -> NativeEngine:
-    return NativeEngine.load(folder, draft=draft, block=block, **kw)
+    """An engine that finds drafting worth its while from the first step on."""
+    engine = NativeEngine.load(folder, draft=draft, block=block, **kw)
+    for _ in range(PLAIN_FIRST):
+        engine.step_times.note(1, False, 1e3)
+    return engine
 
 
 def run(engine: NativeEngine, ids: Sequence[int] = PROMPT, max_tokens: int = LENGTH, **kw) -> list[StepResult]:

@@ -1,0 +1,53 @@
+"""`ling config`: every setting, its value, and where it comes from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from ling_local import hub, paths
+from ling_local.cli import options as opt
+from ling_local.cli.pages import Page
+from ling_local.errors import ModelError
+from ling_local.settings import KEPT, show, with_model
+
+PAGE = Page(
+    "[OPTIONS]",
+    examples=("ling config", "LING_TEMPERATURE=0.6 ling config", "ling config --json | jq .settings.top_p"),
+    notes="Order: flag, LING_ variable, config.toml, the model's generation_config.json, default. "
+    "`ling help settings` explains each.",
+)
+
+
+def command(
+    context: typer.Context,
+    model: opt.Model = None,
+    json: opt.Json = None,
+    color: opt.Color = None,
+    quiet: opt.Quiet = None,
+    debug: opt.Debug = None,
+) -> None:
+    """Show every setting and where its value comes from."""
+    settings, output = opt.open_settings(context)
+    if settings["engine"] == "native":
+        try:
+            completed = with_model(settings, hub.find_model(settings["model"]))
+        except ModelError as error:
+            output.warn(error.message)
+        else:
+            for warning in completed.warnings[len(settings.warnings) :]:
+                output.warn(warning)
+            settings = completed
+    if output.json:
+        rows: dict[str, Any] = {
+            name: {"value": settings[name], "source": settings.sources[name], "variable": row.variable}
+            for name, row in KEPT.items()
+        }
+        output.print_json({"schema": 1, "file": str(paths.config_file()), "settings": rows})
+        return
+    output.note(f"file: {paths.config_file()}", "dim")
+    for name, row in KEPT.items():
+        value = settings[name]
+        text = row.default_text if value is None or value == () else show(value)
+        output.print(f"{name:<14} {text:<32} {settings.sources[name]}")

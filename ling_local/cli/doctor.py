@@ -1,0 +1,51 @@
+"""`ling doctor`: what is right and wrong on this machine, with a fix a line."""
+
+from __future__ import annotations
+
+import typer
+
+from ling_local import __version__
+from ling_local import doctor as checks
+from ling_local.cli import options as opt
+from ling_local.cli.pages import Page
+from ling_local.errors import ConfigError
+
+PAGE = Page(
+    "[OPTIONS]",
+    examples=("ling doctor", "ling doctor --json | jq -r '.checks[] | select(.status != \"pass\")'"),
+    notes="Exit code 1 if a check fails; warnings do not count.",
+)
+_STYLES = {"pass": "green", "warn": "yellow", "fail": "red"}
+
+
+def command(
+    context: typer.Context,
+    model: opt.Model = None,
+    json: opt.Json = None,
+    color: opt.Color = None,
+    quiet: opt.Quiet = None,
+    debug: opt.Debug = None,
+) -> bool:
+    """Check this machine and say what to repair."""
+    output = context.obj
+    try:
+        settings, output = opt.open_settings(context, warn=False)
+    except ConfigError:
+        settings = None  # a wrong file or variable is a line of the report, not the end of it
+    found = []
+    for check in checks.run_checks(settings, output.stdout.terminal):
+        found.append(check)
+        if not output.json:
+            mark = output.style(output.stdout, f"{check.status.value:<5}", _STYLES[check.status.value])
+            output.write_bytes(f"{mark}".encode())
+            output.print(f"{check.name:<17} {check.detail}" + (f"\n{'':23}{check.fix}" if check.fix else ""))
+        else:
+            output.progress(f"checking: {check.name}")
+    failed = any(check.status is checks.Status.FAIL for check in found)
+    if output.json:
+        rows = [
+            {"name": check.name, "status": check.status.value, "detail": check.detail, "fix": check.fix}
+            for check in found
+        ]
+        output.print_json({"schema": 1, "ling": __version__, "ok": not failed, "checks": rows})
+    return not failed

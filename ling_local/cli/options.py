@@ -1,0 +1,74 @@
+"""The flags that commands share, made from the settings table, and the settings a command runs with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ling_local import settings as settings_room
+from ling_local.cli.output import Output, set_colour
+from ling_local.settings import TABLE, Settings
+from ling_local.text.clean import check_text
+
+
+def _option(name: str) -> Any:
+    """The annotation of a flag: not given is None; texts are parsed by settings.py, so that a flag, a
+    variable and a config key refuse the same things in the same words."""
+    setting = TABLE[name]
+    kinds: dict[str, Any] = {"bool": bool | None, "list": list[str] | None}
+    return Annotated[kinds.get(setting.kind, str | None), typer.Option(*setting.flags, help=setting.help)]
+
+
+Model = _option("model")
+MaxTokens = _option("max_tokens")
+Temperature = _option("temperature")
+TopP = _option("top_p")
+TopK = _option("top_k")
+Seed = _option("seed")
+Stop = _option("stop")
+Until = _option("until")
+System = _option("system")
+Think = _option("think")
+ShowThinking = _option("show_thinking")
+Stats = _option("stats")
+StdinWait = _option("stdin_wait")
+Device = _option("device")
+Dtype = _option("dtype")
+Ctx = _option("ctx")
+Threads = _option("threads")
+EngineName = _option("engine")
+Color = _option("color")
+Quiet = _option("quiet")
+Debug = _option("debug")
+Prompt = _option("prompt")
+Json = _option("json")
+Format = _option("format")
+PromptTokens = _option("prompt_tokens")
+Tokens = _option("tokens")
+Repetitions = _option("repetitions")
+Warmup = _option("warmup")
+Task = _option("task")
+
+RARE = ("device", "dtype", "ctx", "threads", "engine", "color", "quiet", "debug")
+
+
+def open_settings(context: typer.Context, *, warn: bool = True) -> tuple[Settings, Output]:
+    """Resolve the settings of this run, let the streams follow them, and say the warnings. Mutates the Output."""
+    output: Output = context.obj
+    flags: dict[str, Any] = {}
+    for level in (context.parent, context):
+        params = level.params if level is not None else {}
+        flags.update({name: _clean(value) for name, value in params.items() if name in TABLE and value is not None})
+    settings = settings_room.resolve(flags)
+    set_colour(output, settings["color"])
+    output.quiet, output.debug = settings["quiet"], settings["debug"]
+    for warning in settings.warnings if warn else ():
+        output.warn(warning)
+    return settings, output
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return check_text(value)
+    return [_clean(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,201 @@
+"""Find models: the demo that ships with ling, folders, and what Hugging Face tools have downloaded. No network."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ling_local import paths
+from ling_local.errors import ModelError
+
+DEMO = "ling-demo"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A checkpoint that its authors publish; size_bytes is what its weights take on disk."""
+
+    repo: str
+    size_bytes: int
+
+
+PUBLISHED = (
+    Published("inclusionAI/Ling-3.0-tiny", 15_786_785_600),
+    Published("inclusionAI/Ling-3.0-flash", 254_972_811_200),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this machine. problem says why it cannot be used, "" if it can."""
+
+    name: str
+    folder: Path
+    source: str
+    size_bytes: int
+    problem: str = ""
+
+
+def find_model(name: str | None) -> Path:
+    """The checkpoint folder that name stands for; None is the demo.
+
+    An existing folder wins, then the demo's name, then folders in the models directory, then the Hugging Face
+    cache (full or short names, any case). Raises ModelError: not here, or incomplete.
+    """
+    if name is None:
+        return _whole(DEMO, paths.demo_dir())
+    path = Path(name).expanduser()
+    try:
+        if path.is_dir():
+            return _whole(name, path)
+        if path.exists():
+            raise ModelError(f"'{name}' is a file, not a checkpoint folder", "Give the folder that holds config.json.")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"'{name}' cannot be looked at: {error}") from None
+    if name.lower() == DEMO:
+        return _whole(DEMO, paths.demo_dir())
+    for model in _named():
+        if name.lower() in _spellings(model.name):
+            return _whole(model.name, model.folder)
+    raise _not_here(name)
+
+
+def list_models(folders: tuple[Path, ...] = ()) -> tuple[LocalModel, ...]:
+    """Everything that can be named here, and the given folders; incomplete ones say what is missing."""
+    demo = _describe(DEMO, paths.demo_dir(), "built in")
+    given = tuple(_describe(str(folder), folder.expanduser(), "folder") for folder in folders)
+    return (demo, *_named(), *given)
+
+
+def check_folder(folder: Path) -> str:
+    """What makes this folder unusable as a checkpoint, or "". Reads headers and compares lengths, no weights."""
+    from ling_local.engine.checkpoint import read_entries
+
+    problem = missing_file(folder)
+    if problem:
+        return problem
+    try:
+        read_entries(folder)
+    except ModelError as error:
+        return error.message
+    return ""
+
+
+def missing_file(folder: Path) -> str:
+    """The first file that the folder's own index promises and that is not there, as a phrase, or ""."""
+    if not (folder / "config.json").is_file():
+        return "config.json is missing"
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            return next((f"{file} is missing" for file in files if not (folder / file).is_file()), "")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return f"{INDEX} is damaged"
+    if (folder / SINGLE).is_file():
+        return ""
+    shards = any(folder.glob("*.safetensors"))
+    return f"{INDEX} is missing" if shards else "its weights (*.safetensors) are missing"
+
+
+def _describe(name: str, folder: Path, source: str) -> LocalModel:
+    problem = check_folder(folder)
+    size = 0
+    for file in folder.glob("*.safetensors"):
+        if file.is_file():
+            size += file.stat().st_size
+    return LocalModel(name, folder, source, size, problem)
+
+
+def _named() -> tuple[LocalModel, ...]:
+    found = [_describe(folder.name, folder, "models folder") for folder in _folders(paths.models_dir())]
+    for repo, folder in _cached():
+        found.append(_describe(repo, folder, "Hugging Face cache"))
+    return tuple(found)
+
+
+def _folders(parent: Path) -> Iterator[Path]:
+    try:
+        yield from sorted(entry for entry in parent.iterdir() if entry.is_dir())
+    except OSError:  # not there, or not ours to read: then nothing in it has a name here
+        return
+
+
+def _cached() -> Iterator[tuple[str, Path]]:
+    """(repository, snapshot folder) of each Ling checkpoint in the Hugging Face cache, main revision first."""
+    for entry in _folders(paths.hugging_face_cache()):
+        kind, _, rest = entry.name.partition("--")
+        repo = rest.replace("--", "/", 1)
+        if kind != "models" or "ling" not in repo.lower():
+            continue
+        folder = _snapshot(entry)
+        if folder is not None:
+            yield repo, folder
+
+
+def _snapshot(entry: Path) -> Path | None:
+    """The snapshot that refs/main names, else the newest one."""
+    try:
+        revision = (entry / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        revision = ""
+    named = entry / "snapshots" / revision
+    if revision and named.is_dir():
+        return named
+    others = list(_folders(entry / "snapshots"))
+    return max(others, key=lambda folder: folder.stat().st_mtime) if others else None
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """The names that mean this model: whole, without its owner, and without the version."""
+    lower = name.lower()
+    short = lower.rpartition("/")[2]
+    return lower, short, short.replace("ling-3.0-", "ling-")
+
+
+def _whole(name: str, folder: Path) -> Path:
+    problem = missing_file(folder)
+    if not problem:
+        return folder
+    hint = "Give a folder in the published layout: config.json, tokenizer.json, *.safetensors."
+    if _inside(folder, paths.hugging_face_cache()):
+        hint = f"get: hf download {name}    (continues where it stopped)"
+    elif _inside(folder, paths.demo_dir()):
+        hint = "Install ling-local again."
+    raise ModelError(f"model '{name}' cannot be used: {folder}: {problem}", hint)
+
+
+def _inside(folder: Path, parent: Path) -> bool:
+    return Path(os.path.abspath(folder)).is_relative_to(os.path.abspath(parent))
+
+
+def _not_here(name: str) -> ModelError:
+    here = [model.name for model in list_models() if not model.problem]
+    spelt = {spelling: model for model in here for spelling in _spellings(model)}
+    spelt.update({spelling: row.repo for row in PUBLISHED for spelling in _spellings(row.repo)})
+    meant = difflib.get_close_matches(name.lower(), spelt, n=1, cutoff=0.6)
+    repo = spelt[meant[0]] if meant else ""
+    lines = [f"here:  {', '.join(f'{item} (built in)' if item == DEMO else item for item in here) or 'none'}"]
+    row = next((row for row in PUBLISHED if row.repo == repo), None)
+    if repo and name.lower() not in _spellings(repo):
+        lines.insert(0, f"near:  {repo}")
+    for wanted in [row] if row else PUBLISHED if not repo else []:
+        lines.append(f"get:   hf download {wanted.repo}    (about {wanted.size_bytes / 1e9:.1f} GB, {_free()})")
+    return ModelError(f"model '{name}' is not on this machine.", "\n".join(lines))
+
+
+def _free() -> str:
+    folder = paths.hugging_face_cache()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e9:.0f} GB free"
+    except OSError:
+        return "free space unknown"

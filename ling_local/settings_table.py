@@ -1,0 +1,208 @@
+"""The one table of settings: name, type, default, flag, LING_ variable, help. Values are settled in settings.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "LING_"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table.
+
+    kind      "int", "float", "bool", "str", "choice" or "list" (of str)
+    flags     its options on the command line; a bool may give "--yes/--no"
+    low, high bounds, both allowed; shown: the default in words where the value says little
+    kept      may stand in config.toml and in a LING_ variable; else it is a flag only
+    """
+
+    name: str
+    kind: str
+    default: Any
+    flags: tuple[str, ...]
+    help: str
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    low: float = -math.inf
+    high: float = math.inf
+    shown: str = ""
+    kept: bool = True
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    @property
+    def flag(self) -> str:
+        """The long option, as a message names it."""
+        return next(part for part in self.flags[0].split("/") if part.startswith("--"))
+
+    @property
+    def default_text(self) -> str:
+        """The default as a person reads it."""
+        return self.shown or show(self.default)
+
+
+ROWS = (
+    Setting(
+        "model",
+        "str",
+        None,
+        ("--model", "-m"),
+        "Checkpoint folder, or a name that `ling models` lists.",
+        "NAME",
+        shown="ling-demo, which ships with ling",
+    ),
+    Setting(
+        "max_tokens",
+        "int",
+        None,
+        ("--max-tokens", "-n"),
+        "Tokens to generate at most; 0 generates nothing.",
+        "N",
+        low=0,
+        shown="256 for complete, 1024 for chat",
+    ),
+    Setting("temperature", "float", 0.0, ("--temperature", "-t"), "0 is greedy.", "X", low=0, high=100),
+    Setting("top_p", "float", 1.0, ("--top-p",), "Nucleus sampling; 1 is off.", "X", low=0, high=1),
+    Setting("top_k", "int", 0, ("--top-k",), "Sample from the K best tokens; 0 is off.", "K", low=0),
+    Setting(
+        "seed",
+        "int",
+        None,
+        ("--seed",),
+        "The same seed gives the same text.",
+        "N",
+        low=0,
+        high=2**63 - 1,
+        shown="a fresh one each run",
+    ),
+    Setting(
+        "stop",
+        "list",
+        (),
+        ("--stop",),
+        "End before this text; may be given more than once.",
+        "TEXT",
+        shown="none",
+    ),
+    Setting(
+        "until",
+        "choice",
+        "block",
+        ("--until",),
+        "block: end where the code block that the text left open ends; eof: only the model ends it.",
+        choices=("block", "eof"),
+    ),
+    Setting("system", "str", None, ("--system", "-s"), "System message of a chat.", "TEXT", shown="none"),
+    Setting("think", "bool", True, ("--think/--no-think",), "Let the model think before it answers."),
+    Setting(
+        "show_thinking",
+        "bool",
+        None,
+        ("--show-thinking/--hide-thinking",),
+        "Write the thinking to stderr.",
+        shown="on a terminal only",
+    ),
+    Setting(
+        "stats",
+        "bool",
+        None,
+        ("--stats/--no-stats",),
+        "One line of figures on stderr at the end.",
+        shown="in an interactive chat only",
+    ),
+    Setting(
+        "stdin_wait",
+        "float",
+        1.5,
+        ("--stdin-wait",),
+        "Seconds to wait for data on a silent stdin beside -p; 0 leaves stdin alone, inf waits for its end.",
+        "SECONDS",
+        low=0,
+    ),
+    Setting("device", "choice", "cpu", ("--device",), "Where to run.", choices=("cpu", "cuda")),
+    Setting("dtype", "choice", "float32", ("--dtype",), "Type to compute in.", choices=("float32", "bfloat16")),
+    Setting(
+        "ctx",
+        "int",
+        0,
+        ("--ctx",),
+        "Tokens of context to hold.",
+        "N",
+        low=0,
+        shown="0, the model's own limit",
+    ),
+    Setting("threads", "int", 0, ("--threads",), "CPU threads.", "N", low=0, high=1024, shown="0, chosen by ling"),
+    Setting(
+        "engine",
+        "choice",
+        "native",
+        ("--engine",),
+        "native, or scripted: play a script (`ling help scripted`).",
+        choices=("native", "scripted"),
+    ),
+    Setting(
+        "color",
+        "choice",
+        "auto",
+        ("--color",),
+        "Colour on stdout and stderr.",
+        choices=("auto", "always", "never"),
+    ),
+    Setting("quiet", "bool", False, ("--quiet/--no-quiet", "-q"), "No notices and warnings on stderr, errors only."),
+    Setting("debug", "bool", False, ("--debug/--no-debug",), "Show the trace of a failure."),
+    Setting("prompt", "str", None, ("--prompt", "-p"), "The prompt.", "TEXT", shown="none", kept=False),
+    Setting("json", "bool", False, ("--json",), "JSON on stdout.", kept=False),
+    Setting(
+        "format",
+        "choice",
+        "table",
+        ("--format",),
+        "What stdout gets.",
+        choices=("table", "json", "csv", "md"),
+        kept=False,
+    ),
+    Setting(
+        "prompt_tokens",
+        "int",
+        0,
+        ("--prompt-tokens",),
+        "Tokens of prompt, about.",
+        "N",
+        low=0,
+        shown="0, the task's own prompt",
+        kept=False,
+    ),
+    Setting("tokens", "int", 128, ("--tokens",), "Tokens per repetition.", "N", low=1, kept=False),
+    Setting("repetitions", "int", 5, ("--repetitions", "-r"), "Timed runs.", "N", low=1, kept=False),
+    Setting("warmup", "int", 1, ("--warmup",), "Runs before the timed ones.", "N", low=0, kept=False),
+    Setting(
+        "task",
+        "choice",
+        "code",
+        ("--task",),
+        "What is generated.",
+        choices=("code", "prose", "chat"),
+        kept=False,
+    ),
+)
+
+TABLE: Mapping[str, Setting] = {row.name: row for row in ROWS}
+KEPT: Mapping[str, Setting] = {row.name: row for row in ROWS if row.kept}
+
+
+def show(value: Any) -> str:
+    """A setting's value as a person writes it."""
+    if value is None or value == ():
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return json.dumps(list(value), ensure_ascii=False)
+    return f"{value:g}" if isinstance(value, float) else str(value)
