@@ -109,7 +109,7 @@ def draft(
     length_weight: LengthWeight = 0.1,
     decay: Annotated[float, typer.Option(help="g of the weights exp(-(k-1)/g); 0: the block size")] = 0.0,
     reach: Annotated[bool, typer.Option("--reach", help="weigh the confidence loss by reach")] = False,
-    coolest: Annotated[float, typer.Option(min=0.05, max=1.0, help="least temperature of the TV loss")] = 0.5,
+    coolest: Annotated[float, typer.Option(min=0.05, max=1.0, help="least temperature of the TV loss")] = 1.0,
     seed: Seed = 1,
     count: Count = Defaults.prompts,
     heldout: Heldout = 96,

@@ -23,7 +23,8 @@ class LossWeights:
     decay       g of the position weights exp(-(k-1)/g); 0: the block size
     reach       weigh the confidence loss by the chance that a position is reached, not by the fixed decay
     smoothing   added to acceptances in the accept length's product, so that one zero does not silence the rest
-    coolest     acceptance is learned at the temperature a row was made with, at least this one, at most 1
+    coolest     acceptance is learned at the temperature a row was made with, at least this one and at most 1; 1: as
+                published, all rows at temperature 1
     """
 
     ce: float = 0.1
@@ -33,7 +34,7 @@ class LossWeights:
     decay: float = 0.0
     reach: bool = False
     smoothing: float = 1e-3
-    coolest: float = 0.5
+    coolest: float = 1.0
 
 
 class RowTerms(NamedTuple):
