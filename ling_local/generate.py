@@ -5,6 +5,9 @@ Every id that counts stands in exactly one TokenEvent, also an end-of-turn id, w
 waits (for the rest of a rune, for what could become a stop string or a tag) comes with a later step, at the
 latest with the last one. After a stop nothing more is shown or counted: `Stats.tokens` and `Finish.ids` go up
 to the id that completed it. If the engine fails, text that waited is yielded before the exception is raised.
+
+A thinking budget is kept by asking the engine for that many tokens first: it stops at exactly that point, so its
+state is what the rest goes on from, with a </think> put in where the thought is still open.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -125,17 +128,82 @@ def generate(
         yield Finish(FinishReason.LENGTH, tally.stats())
         return
     stop_ids = frozenset() if request.ignore_eos else text_model.stop_ids
-    generation = engine.generate(TokenRequest(tuple(ids), request.sampling, max_tokens, stop_ids, request.draft))
-    if cancel is not None:
-        cancel.attach(generation)
-    yield from _events(generation, _reader(text_model, request), stop_ids, tally)
+    asked = TokenRequest(
+        tuple(ids),
+        request.sampling,
+        min(max_tokens, limit - len(ids)),
+        stop_ids,
+        request.draft,
+        request.full_width,
+    )
+    reader = _reader(text_model, request)
+    yield from _events(engine, asked, _budget(text_model, request, reader), reader, tally, cancel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Budget:
+    """Thinking ends after num_tokens with the id close_id, unless it has ended by then."""
+
+    num_tokens: int
+    close_id: int
+
+
+def _budget(text_model: TextModel, request: Request, reader: _RawText | _ChatText) -> _Budget | None:
+    """None where nothing is to be limited: no budget, no thinking, or no token that ends it."""
+    close_id = text_model.tokens.control.get("</think>")
+    if request.think_budget is None or close_id is None or reader.channel is not Channel.THINKING:
+        return None
+    return _Budget(max(request.think_budget, 0), close_id)
 
 
 def _events(
-    generation: Generation, reader: _RawText | _ChatText, stop_ids: frozenset[int], tally: Tally
+    engine: Engine,
+    asked: TokenRequest,
+    budget: _Budget | None,
+    reader: _RawText | _ChatText,
+    tally: Tally,
+    cancel: CancelToken | None,
 ) -> Iterator[Event]:
-    steps = iter(generation)
+    """All events of a request: one generation, or two where the thinking has a budget within its limit."""
     made: list[int] = []
+    reason: FinishReason | None = None
+    if budget is not None and budget.num_tokens < asked.max_tokens:
+        reason = None if budget.num_tokens else FinishReason.LENGTH
+        if budget.num_tokens:
+            thought = replace(asked, max_tokens=budget.num_tokens)
+            reason = yield from _run(engine, thought, made, reader, tally, cancel, last=False)
+        if reason is FinishReason.LENGTH:
+            if reader.channel is Channel.THINKING:
+                made.append(budget.close_id)
+                yield from _joined([(Channel.THINKING, "", (budget.close_id,))])
+                yield from _joined((channel, text, ()) for channel, text in reader.push(budget.close_id))
+            rest = asked.max_tokens - len(made)
+            asked = replace(asked, ids=(*asked.ids, *made), max_tokens=rest)
+            reason = None if rest > 0 else FinishReason.LENGTH
+            if rest <= 0:
+                yield from _joined((channel, text, ()) for channel, text in reader.close())
+    if reason is None:
+        reason = yield from _run(engine, asked, made, reader, tally, cancel)
+    yield Finish(reason, tally.stats(), tuple(made))
+
+
+def _run(
+    engine: Engine,
+    asked: TokenRequest,
+    made: list[int],
+    reader: _RawText | _ChatText,
+    tally: Tally,
+    cancel: CancelToken | None,
+    last: bool = True,
+) -> Generator[Event, None, FinishReason]:
+    """The events of one generation, and why it ended. Adds its ids to made.
+
+    last: it ends the request whatever its reason; else a LENGTH leaves the reader open.
+    """
+    generation = engine.generate(asked)
+    if cancel is not None:
+        cancel.attach(generation)
+    steps = iter(generation)
     reason: FinishReason | None = None
     try:
         while reason is None:
@@ -146,17 +214,17 @@ def _events(
             except Exception:
                 yield from _joined((channel, text, ()) for channel, text in reader.close())
                 raise
-            pieces = list(_take(step, reader, stop_ids))
+            pieces = list(_take(step, reader, asked.stop_ids))
             num_ids = sum(len(ids) for _, _, ids in pieces)
             made += step.ids[:num_ids]
             reason = FinishReason.STOP if reader.hit else step.finish
-            if reason is not None:
+            if reason is not None and (last or reason is not FinishReason.LENGTH):
                 pieces += [(channel, text, ()) for channel, text in reader.close()]
             tally.add(
                 step,
                 num_ids,
                 num_thinking=sum(len(ids) for channel, _, ids in pieces if channel is Channel.THINKING),
-                has_answer=any(c is Channel.ANSWER and (text or {*ids} - stop_ids) for c, text, ids in pieces),
+                has_answer=any(c is Channel.ANSWER and (text or {*ids} - asked.stop_ids) for c, text, ids in pieces),
             )
             yield from _joined(pieces)
             yield StatsEvent(tally.stats())
@@ -164,7 +232,7 @@ def _events(
         generation.cancel()  # after a stop: what the engine has run ahead is dropped
         if isinstance(steps, Generator):
             steps.close()
-    yield Finish(reason, tally.stats(), tuple(made))
+    return reason
 
 
 def _take(

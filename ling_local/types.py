@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 
 class Channel(StrEnum):
@@ -70,8 +71,10 @@ class Request:
     thinking    the template's switch; ignored for raw text
     code_stop   raw text only: end when the open code block ends (text/stops.py)
     draft       speculate if the engine has a drafter
+    full_width  verify every draft of every step, also where plain steps would be faster (bench)
     tools       JSON schemas as text, one object each, for the template
     ignore_eos  make exactly max_tokens tokens (bench)
+    think_budget  conversations only: thinking that has taken this many tokens is closed, and the answer begins
     """
 
     prompt: str | tuple[Message, ...]
@@ -83,6 +86,8 @@ class Request:
     draft: bool = True
     tools: tuple[str, ...] = ()
     ignore_eos: bool = False
+    full_width: bool = False
+    think_budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,7 @@ class TokenRequest:
 
     max_tokens is positive; the engine ends with LENGTH there, or earlier where the context is full.
     stop_ids end the generation with EOS; the stop id itself is the last id of the last step.
+    full_width: draft at every step and verify all of it, whatever that costs.
     """
 
     ids: tuple[int, ...]
@@ -98,6 +104,7 @@ class TokenRequest:
     max_tokens: int = 256
     stop_ids: frozenset[int] = frozenset()
     draft: bool = True
+    full_width: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,22 @@ class Stats:
         """Emitted tokens per verify step; None before the first step."""
         return self.tokens / self.steps if self.steps else None
 
+    @property
+    def rate(self) -> float | None:
+        """Share of the verified drafts that were accepted; None without drafts."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    @property
+    def rate_by_position(self) -> tuple[float, ...]:
+        """Entry j: share of all steps in which at least j+1 drafts were accepted. 1 + their sum is accept_length."""
+        return tuple(count / self.steps for count in self.accepted_by_position)
+
+    @property
+    def rate_given_previous(self) -> tuple[float, ...]:
+        """Entry j: of the steps that accepted j drafts, the share that accepted one more."""
+        counts = (self.steps, *self.accepted_by_position)
+        return tuple(later / sooner for sooner, later in pairwise(counts))
+
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
@@ -179,7 +202,11 @@ class StatsEvent:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The last event of a generation. ids: all that it made, up to the one that completed a stop."""
+    """The last event of a generation.
+
+    ids: all that it made, up to the one that completed a stop; a </think> that a thinking budget put in is there
+    too, though the model did not make it and the figures do not count it.
+    """
 
     reason: FinishReason
     stats: Stats

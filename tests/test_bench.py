@@ -13,13 +13,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ling_local.bench import TASKS, BenchPlan, BenchProgress, BenchReport, run_bench, summarise, to_json
+from ling_local.bench import (
+    TASKS,
+    BenchPlan,
+    BenchProgress,
+    BenchReport,
+    Lane,
+    modes_to_json,
+    run_bench,
+    run_lanes,
+    summarise,
+    to_json,
+)
+from ling_local.bench.measure import check_counts
 from ling_local.engine.protocol import EngineSpec
 from ling_local.engine.script import read_script
 from ling_local.engine.scripted import ScriptedEngine
 from ling_local.errors import ContextTooLong, UsageError
 from ling_local.generate import TextModel
-from ling_local.types import SamplingParams, TokenRequest
+from ling_local.types import SamplingParams, Stats, TokenRequest
 
 Write = Callable[..., Path]
 BLOCKS = {"steps": [{"tokens": ["a", "b", "c", "d"], "delay_ms": 20}], "loop": True, "prefill_ms": 50}
@@ -44,7 +56,7 @@ def test_figures_of_a_known_run(write_script: Write) -> None:
     assert (speculation["steps"], speculation["drafted"], speculation["accepted"]) == (60, 300, 180)
     assert speculation["accept_length"] == 4
     assert speculation["rate"] == pytest.approx(0.6)
-    assert speculation["rate_by_position"] == [1, 1, 1]
+    assert speculation["rate_by_position"] == speculation["rate_given_previous"] == [1, 1, 1]
     assert [sample["tokens"] for sample in document["samples"]] == [40] * 6
     assert document["run"]["tokens"] == 40
     assert document["run"]["repetitions"] == 6
@@ -128,6 +140,61 @@ def test_without_drafts_nothing_is_speculated(write_script: Write) -> None:
     assert speculation["rate"] is None
     assert speculation["rate_by_position"] == []
     assert to_json(report)["model"]["drafter"] == "off"
+
+
+def test_rates_by_position_are_of_all_steps_and_given_the_one_before(write_script: Write) -> None:
+    """Ten tokens as 3 + 2 + 1 + 4 with drafts of two rounds: by hand."""
+    turn = {"steps": [["a", "b", "c"], ["d", "e"], "f", ["g", "h", "i", "j"]], "loop": True}
+    report = bench(write_script(turn, block=3, clock="virtual"), tokens=10, repetitions=3)
+    speculation = to_json(report)["speculation"]
+    assert (speculation["steps"], speculation["accepted"], speculation["accept_length"]) == (12, 18, 2.5)
+    assert speculation["rate_by_position"] == [0.75, 0.5, 0.25]
+    assert speculation["rate_given_previous"] == pytest.approx([3 / 4, 2 / 3, 1 / 2])
+    assert report.total.tokens == 30
+
+
+@pytest.mark.parametrize(
+    "stats",
+    [
+        Stats(tokens=10, steps=5, drafted=9, accepted=4, accepted_by_position=(4,)),
+        Stats(tokens=10, steps=5, drafted=9, accepted=5, accepted_by_position=(2, 3)),
+        Stats(tokens=10, steps=5, drafted=4, accepted=5, accepted_by_position=(5,)),
+        Stats(tokens=12, steps=5, drafted=9, accepted=7, accepted_by_position=(6, 1)),
+        Stats(tokens=10, steps=5, drafted=9, accepted=5, accepted_by_position=(3, 1)),
+    ],
+    ids=["a token too many", "a later position more often", "more accepted than drafted", "more than steps", "sum"],
+)
+def test_counts_that_do_not_fit_are_caught(stats: Stats) -> None:
+    with pytest.raises(AssertionError):
+        check_counts(stats)
+
+
+def test_lanes_take_turns_on_the_same_prompts(write_script: Write) -> None:
+    path = write_script(BLOCKS, block=5, clock="virtual")
+    spec = EngineSpec(str(path), "scripted")
+    asked: list[tuple[str, tuple[int, ...]]] = []
+
+    class Watched(ScriptedEngine):
+        name = ""
+
+        def generate(self, request: TokenRequest) -> Any:
+            asked.append((self.name, request.ids))
+            return super().generate(request)
+
+    lanes = []
+    for name in ("off", "dspark"):
+        engine = Watched(read_script(path))
+        engine.name = name
+        lanes.append(Lane(name, engine, BenchPlan(tokens=8, repetitions=3, draft=name != "off")))
+    reports = run_lanes(lanes, TextModel.load(spec))
+    assert [name for name, _ in asked] == ["dspark", "off", "off", "dspark", "dspark", "off", "off", "dspark"]
+    for (_, one), (_, other) in zip(asked[::2], asked[1::2], strict=True):
+        assert one == other
+    document = modes_to_json(reports, interleaved=True)
+    assert (document["schema"], document["order"]) == (1, "interleaved")
+    models = [(d["model"]["drafter"], d["model"]["block"]) for d in document["reports"]]
+    assert models == [("off", 0), ("dspark", 5)]
+    assert [d["speculation"]["accept_length"] for d in document["reports"]] == [1, 4]
 
 
 def test_progress_names_warm_up_and_repetition(write_script: Write) -> None:

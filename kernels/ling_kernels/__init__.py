@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 from ling_kernels.ops import KernelError, Ops
 
 
-def load(device: str) -> Ops:
-    """The ops for a device type. Raises KernelError for one that has none."""
-    if device == "cpu":
+def load(
+    device: str,
+    *,
+    cache: Path | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    pdl: bool = True,
+    allow_untested: bool = False,
+) -> Ops:
+    """The ops for a device: "cpu", "cuda" or "cuda:1". Raises KernelError for one that has none.
+
+    cache: folder for compiled kernels, None to compile anew; progress(unit, done, total) is told of each compilation;
+    pdl: let a kernel start while the one before it ends. allow_untested: hand out kernels that no GPU has run yet.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
         from ling_kernels.reference import ReferenceOps
 
         return ReferenceOps()
+    if kind == "cuda" and not allow_untested:
+        raise KernelError("the kernels for 'cuda' compile, but have not been run on a GPU yet")
+    if kind == "cuda":
+        from ling_kernels.cuda import open_ops
+
+        return open_ops(int(index or 0), cache, progress, pdl)
     raise KernelError(f"no kernels for device '{device}' yet")

@@ -7,8 +7,10 @@ Letters: D hidden, H heads on this rank, P = H * head size, W live rows of the w
 (ROW_TILE for a window, T for a prefill chunk), V vocabulary, E experts, K chosen, I expert width, C cache rows,
 N ranks. "act" is the engine's dtype (fp32 or bf16).
 
-Rows: a window's buffers always have ROW_TILE rows, of which the first W are live; the rest hold finite rubbish. A
-live row's bits do not depend on W, on its place in the window, or on what the other rows hold.
+Rows: a window's buffers have ROW_TILE rows, of which the first W are live; what the rest hold is never looked at.
+A live row's bits do not depend on W, on its place in the window, or on what the other rows hold. `rows` is W, a host
+value; a device need not compute or write the rows past it. None stands for a prefill chunk: all rows are live, and
+bits may depend on how many there are.
 """
 
 from __future__ import annotations
@@ -144,10 +146,12 @@ class Proposal(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """experts [R, K] int64, best first; weights [R, K] fp32, normalised and scaled."""
+    """experts [R, K] int64, best first; weights [R, K] fp32, normalised and scaled; plan: the same in the device's own
+    form for its experts op, where it has one."""
 
     experts: Tensor
     weights: Tensor
+    plan: Tensor | None = None
 
 
 class KdaStaged(NamedTuple):
@@ -202,14 +206,16 @@ class Ops(Protocol):
         """ids [R] int64, table [V, D] -> x [R, D] act, the residual stream."""
         ...
 
-    def exchange_norm(self, partial: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def exchange_norm(
+        self, partial: Tensor | None, x: Tensor, weight: Tensor, eps: float, rows: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Sum `partial` [R, D] over ranks in rank order, add it to x [R, D], and RMS-normalise: the new x and h.
 
         Statistics in fp32. partial None: only the norm. Source: ling3-model.md section 4.
         """
         ...
 
-    def linear(self, h: Tensor, weight: Tensor) -> Tensor:
+    def linear(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
         """h [R, k] act @ weight [n, k]^T -> [R, n] act, accumulated in fp32."""
         ...
 
@@ -253,11 +259,11 @@ class Ops(Protocol):
         """
         ...
 
-    def mlp(self, h: Tensor, params: MlpParams) -> Tensor:
+    def mlp(self, h: Tensor, params: MlpParams, rows: int | None = None) -> Tensor:
         """SwiGLU [R, D] -> partial [R, D] act. Source: ling3-model.md 4.4 to 4.6."""
         ...
 
-    def route(self, h: Tensor, params: MoeParams) -> Routing:
+    def route(self, h: Tensor, params: MoeParams, rows: int | None = None) -> Routing:
         """Group-limited sigmoid router in fp32; equal scores: the lower id wins. Source: ling3-model.md 4.3."""
         ...
 
@@ -266,7 +272,7 @@ class Ops(Protocol):
         the host may look at the routing."""
         ...
 
-    def head(self, h: Tensor, weight: Tensor) -> Tensor:
+    def head(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
         """h [R, D] act @ weight [V, D]^T -> logits [R, V] fp32, accumulated and kept in fp32."""
         ...
 

@@ -1,39 +1,44 @@
-"""`ling bench`: the report of bench.py as a table, JSON, CSV or Markdown."""
+"""`ling bench`: speed with and without drafts, and the check that drafts change nothing."""
 
 from __future__ import annotations
 
-import csv
-import io
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ling_local.cli import options as opt
-from ling_local.cli.opening import Opened, open_model, sampling, wait_loaded
+from ling_local.cli.bench_tables import FORMATS, SIDE_BY_SIDE
+from ling_local.cli.opening import Opened, open_model, open_other, sampling, wait_loaded
 from ling_local.cli.output import Output
 from ling_local.cli.pages import Page
 from ling_local.errors import UsageError
-from ling_local.settings import Settings
+from ling_local.settings import TABLE, Settings, nearest
+
+if TYPE_CHECKING:
+    from ling_local.bench import BenchPlan, BenchProgress, BenchReport
 
 PAGE = Page(
     "[OPTIONS]",
     examples=(
         "ling bench --tokens 5000",
-        "ling bench --tokens 500 -r 10 --task prose --json | jq .decode.tpot_ms.p99",
+        "ling bench --modes off,mtp,dspark --task prose",
+        "ling bench --speculation off --tokens 500 -r 10 --json | jq .decode.tpot_ms.p99",
+        "ling bench --check --tokens 500 --modes mtp,dspark --check-blocks all --full-width",
         "ling bench --md >> notes.md",
     ),
     rare=("prompt_tokens", "temperature", "top_p", "top_k", "seed", "think", *opt.RARE),
-    defaults=(("seed", "0"),),
+    defaults=(("seed", "0"), ("task", "code; all of them for --check")),
     notes="Each repetition makes exactly --tokens tokens (the end of a turn is ignored) from a prompt of its own; "
-    "exit code 1 if one could not. The model's own sampling defaults are not taken: greedy unless you say otherwise.",
+    "exit code 1 if one could not. The model's own sampling defaults are not taken: greedy unless you say otherwise. "
+    "Without --modes and --speculation a model that has a drafter is measured without and with it, repetition by "
+    "repetition; JSON then holds a list of reports.\n\n"
+    "--check makes --tokens tokens from every bundled prompt, greedy and sampled, without drafts and with each "
+    "drafter asked for, and compares all ids; exit code 1 if one differs. Seconds are for information.",
 )
-_ROWS = (
-    ("TTFT ms", "ttft_ms", None),
-    ("TPOT ms", "decode", "tpot_ms"),
-    ("step ms", "decode", "step_ms"),
-    ("prefill tok/s", "prefill", "tok_s"),
-)
-_COLUMNS = ("mean", "sd", "median", "p99", "min", "max")
+_MEMORY_SHARE = 0.5  # of the machine, that weights of several engines may fill together
 
 
 def command(
@@ -43,6 +48,11 @@ def command(
     warmup: opt.Warmup = None,
     task: opt.Task = None,
     model: opt.Model = None,
+    modes: opt.Modes = None,
+    speculation: opt.Speculation = None,
+    full_width: opt.FullWidth = None,
+    check: opt.Check = None,
+    check_blocks: opt.CheckBlocks = None,
     format: opt.Format = None,
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="The same as --format csv: a row a repetition.")] = False,
@@ -53,6 +63,7 @@ def command(
     top_k: opt.TopK = None,
     seed: opt.Seed = None,
     think: opt.Think = None,
+    block: opt.Block = None,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     ctx: opt.Ctx = None,
@@ -66,19 +77,16 @@ def command(
     settings, output = opt.open_settings(context)
     wanted = _format(settings, json, csv, md)
     output.json = wanted == "json"
-    with open_model(settings, output) as opened:
-        wait_loaded(opened)
-        report = _measure(opened, settings, output)
-    from ling_local.bench import to_json
+    names = _modes(settings)
+    if settings["check"]:
+        from ling_local.cli.bench_check import check_and_print
 
-    document = to_json(report)
-    for warning in document["warnings"]:
-        output.warn(warning)
-    if wanted == "json":
-        output.print_json(document)
-    else:
-        output.print({"table": _table, "csv": _csv, "md": _markdown}[wanted](document))
-    return report.exact
+        return check_and_print(settings, output, names, wanted)
+    if settings["check_blocks"] != "own":
+        raise UsageError("--check-blocks is for --check", "Give --check, or --block N.")
+    reports, interleaved = _measure(settings, output, names)
+    _print(reports, interleaved, output, wanted)
+    return all(report.exact for report in reports)
 
 
 def _format(settings: Settings, json: bool, csv: bool, md: bool) -> str:
@@ -90,13 +98,90 @@ def _format(settings: Settings, json: bool, csv: bool, md: bool) -> str:
     return named[0] if named else settings["format"]
 
 
-def _measure(opened: Opened, settings: Settings, output: Output) -> Any:
-    from dataclasses import replace
+def _modes(settings: Settings) -> tuple[str, ...]:
+    """The drafters asked for, each once; () where nobody asked. --modes beats a kept --speculation."""
+    text = settings["modes"]
+    if text is None:
+        return () if settings.is_default("speculation") else (settings["speculation"],)
+    if settings.sources["speculation"].startswith("flag"):
+        raise UsageError("both --modes and --speculation are given", "Give one of them.")
+    known = TABLE["speculation"].choices
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            meant = nearest(name, known)
+            tail = f" Did you mean '{meant}'?" if meant else f" One of: {', '.join(known)}."
+            raise UsageError(f"--modes: no such mode '{name}'.{tail}")
+    return tuple(dict.fromkeys(names))
 
-    from ling_local.bench import BenchPlan, BenchProgress, run_bench
+
+def _measure(settings: Settings, output: Output, asked: tuple[str, ...]) -> tuple[tuple[BenchReport, ...], bool]:
+    """A report for each mode, and whether they took turns."""
+    from ling_local.bench import Lane, run_bench, run_lanes
+
+    names = asked or ("off", "auto")
+    first = "auto" if "auto" in names else names[0]
+    with open_model(_with_speculation(settings, first), output) as opened:
+        wait_loaded(opened)
+        names, first = _resolved(names, first, opened, output)
+        plans = {name: _plan(settings, draft=name != "off") for name in names}
+        if len(names) == 1:
+            return (run_bench(opened.engine, opened.text_model, plans[first], _shower(output)),), True
+        if _fit_together(opened, len(names)):
+            with _all_open(opened, names, first, settings) as engines:
+                lanes = [Lane(name, engines[name], plans[name]) for name in names]
+                return run_lanes(lanes, opened.text_model, _shower(output)), True
+        output.warn("the machine's memory holds one engine at a time: the modes are measured one after the other")
+        reports = {}
+        for name in (first, *(name for name in names if name != first)):
+            with ExitStack() as stack:
+                if name == first:
+                    engine = opened.engine
+                    stack.callback(engine.close)
+                else:
+                    engine = stack.enter_context(open_other(opened, name, settings["block"] or 0))
+                (reports[name],) = run_lanes([Lane(name, engine, plans[name])], opened.text_model, _shower(output))
+        return tuple(reports[name] for name in names), False
+
+
+def _with_speculation(settings: Settings, name: str) -> Settings:
+    return replace(settings, values={**settings.values, "speculation": name})
+
+
+def _resolved(names: tuple[str, ...], first: str, opened: Opened, output: Output) -> tuple[tuple[str, ...], str]:
+    """The same with the drafter's name in place of "auto"; without one, "auto" means the same as "off"."""
+    if first != "auto":
+        return names, first
+    found = opened.engine.info.drafter
+    if found == "off" and opened.settings.sources["modes"] != "default":
+        output.warn(f"{opened.engine.info.model} has no drafter: auto is off")
+    return tuple(dict.fromkeys(found if name == "auto" else name for name in names)), found
+
+
+def _fit_together(opened: Opened, num_engines: int) -> bool:
+    from ling_local.bench import machine
+
+    info, memory_bytes = opened.engine.info, machine()["memory_bytes"]
+    if info.device == "cuda":  # what is free there is not known on this side; one is known to fit
+        return False
+    return memory_bytes is None or num_engines * info.weight_bytes < _MEMORY_SHARE * memory_bytes
+
+
+@contextmanager
+def _all_open(opened: Opened, names: Sequence[str], first: str, settings: Settings) -> Iterator[dict[str, Any]]:
+    with ExitStack() as stack:
+        engines = {first: opened.engine}
+        for name in names:
+            if name != first:
+                engines[name] = stack.enter_context(open_other(opened, name, settings["block"] or 0))
+        yield engines
+
+
+def _plan(settings: Settings, draft: bool) -> BenchPlan:
+    from ling_local.bench import BenchPlan
 
     params = sampling(settings)
-    plan = BenchPlan(
+    return BenchPlan(
         tokens=settings["tokens"],
         repetitions=settings["repetitions"],
         warmup=settings["warmup"],
@@ -104,65 +189,34 @@ def _measure(opened: Opened, settings: Settings, output: Output) -> Any:
         prompt_tokens=settings["prompt_tokens"],
         sampling=params if settings["seed"] is not None else replace(params, seed=0),
         thinking=settings["think"],
+        draft=draft,
+        full_width=settings["full_width"],
     )
 
+
+def _shower(output: Output) -> Callable[[BenchProgress], None]:
     def show(progress: BenchProgress) -> None:
-        text = f"{progress.stage} {progress.repetition}/{progress.repetitions}"
+        lane = f"{progress.lane}, " if progress.lane else ""
+        text = f"{lane}{progress.stage} {progress.repetition}/{progress.repetitions}"
         if output.stderr.live:
             output.progress(f"{text}: {progress.tokens}/{progress.tokens_wanted} tokens")
         elif progress.tokens == 0:
             output.note(f"ling: {text}")
 
-    return run_bench(opened.engine, opened.text_model, plan, show)
+    return show
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3f}"
+def _print(reports: tuple[BenchReport, ...], interleaved: bool, output: Output, wanted: str) -> None:
+    from ling_local.bench import modes_to_json, to_json
 
-
-def _summaries(document: dict[str, Any]) -> list[list[str]]:
-    """A line a figure: its name and the columns."""
-    lines = []
-    for name, key, inner in _ROWS:
-        summary = document[key] if inner is None else document[key][inner]
-        lines.append([name, *(_number(summary[column]) for column in _COLUMNS)])
-    return lines
-
-
-def _headline(document: dict[str, Any]) -> list[str]:
-    """What was run, and the figure that people look for."""
-    model, run, machine = document["model"], document["run"], document["machine"]
-    decode, speculation = document["decode"], document["speculation"]
-    speed = f"decode: {_number(decode['tok_s'])} tok/s"
-    if speculation["drafted"]:
-        speed += f", accept length {speculation['accept_length']:.2f}"
-    return [
-        f"{model['id']} ({model['dtype']}) on {machine['device']}: {machine['cpu']}, {machine['cpus']} CPUs",
-        f"task {run['task']}, {run['prompt_tokens']} prompt tokens, {run['tokens']} tokens x {run['repetitions']}, "
-        f"warm-up {run['warmup']}, temperature {run['temperature']:g}",
-        speed,
-    ]
-
-
-def _table(document: dict[str, Any]) -> str:
-    lines = [["", *_COLUMNS], *_summaries(document)]
-    rows = [f"{line[0]:<14}" + "".join(f"{cell:>10}" for cell in line[1:]) for line in lines]
-    return "\n".join([*_headline(document), "", *rows])
-
-
-def _markdown(document: dict[str, Any]) -> str:
-    lines = [["", *_COLUMNS], ["---", *(["---:"] * len(_COLUMNS))], *_summaries(document)]
-    rows = [f"| {' | '.join(line)} |" for line in lines]
-    return "\n".join([*(f"{line}  " for line in _headline(document)), "", *rows])
-
-
-def _csv(document: dict[str, Any]) -> str:
-    target = io.StringIO()
-    run = {"model": document["model"]["id"], "device": document["machine"]["device"], "task": document["run"]["task"]}
-    rows = [{**run, "repetition": number, **sample} for number, sample in enumerate(document["samples"], 1)]
-    writer = csv.DictWriter(target, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return target.getvalue().rstrip("\n")
+    documents = [to_json(report) for report in reports]
+    for document in documents:
+        lead = f"{document['model']['drafter']}: " if len(documents) > 1 else ""
+        for warning in document["warnings"]:
+            output.warn(lead + warning)
+    if wanted == "json":
+        output.print_json(documents[0] if len(documents) == 1 else modes_to_json(reports, interleaved))
+    elif len(documents) == 1:
+        output.print(FORMATS[wanted](documents[0]))
+    else:
+        output.print(SIDE_BY_SIDE[wanted](documents))

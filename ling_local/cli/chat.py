@@ -21,11 +21,12 @@ PAGE = Page(
     "[OPTIONS]",
     examples=(
         "ling chat                                           talk; /help lists the commands",
+        "ling chat --resume last                             go on with the last talk",
         'ling chat -p "What is a deque?"                     one answer',
         'git diff | ling chat -p "write a commit message"    prompt and data joined',
         'ling chat -p "2+2?" --json | jq -r "select(.event == \\"finish\\").text"',
     ),
-    rare=("stdin_wait", *opt.RARE),
+    rare=("stdin_wait", "plain", "history", *opt.RARE),
     defaults=(("max_tokens", str(DEFAULT_MAX_TOKENS)),),
     notes="stdout gets the answer and nothing else. Thinking goes to stderr: dim on a terminal, elsewhere only with "
     "--show-thinking. With -p, a stdin that is open but silent is given up after --stdin-wait seconds. "
@@ -39,6 +40,7 @@ def command(
     system: opt.System = None,
     model: opt.Model = None,
     think: opt.Think = None,
+    think_budget: opt.ThinkBudget = None,
     show_thinking: opt.ShowThinking = None,
     max_tokens: opt.MaxTokens = None,
     stop: opt.Stop = None,
@@ -47,8 +49,13 @@ def command(
     top_k: opt.TopK = None,
     seed: opt.Seed = None,
     stats: opt.Stats = None,
+    resume: opt.Resume = None,
+    plain: opt.Plain = None,
+    history: opt.History = None,
     json: opt.Json = None,
     stdin_wait: opt.StdinWait = None,
+    speculation: opt.Speculation = None,
+    block: opt.Block = None,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     ctx: opt.Ctx = None,
@@ -63,10 +70,10 @@ def command(
     if settings["prompt"] is None and output.stdin.terminal:
         if output.json:
             raise UsageError("--json needs a prompt", 'Give one with -p "...", or pipe one in.')
-        from ling_local.cli.plain import talk
-
-        talk(settings, output)
+        _talk(settings, output)
         return
+    if settings["resume"] is not None:
+        raise UsageError("--resume is for a talk in a terminal", "Leave it out, or leave out -p and the pipe.")
     text = _prompt(settings, output)
     if output.json:
         output.extra["event"] = "error"
@@ -76,6 +83,17 @@ def command(
         return
     with open_model(settings, output) as opened:
         _ask(opened, output, text)
+
+
+def _talk(settings: Settings, output: Output) -> None:
+    """On the screen where it can be drawn, else line by line."""
+    if output.stdout.live and not settings["plain"]:
+        from ling_local.cli.screen import talk
+    else:
+        if settings["resume"] is not None:
+            raise UsageError("--resume needs the chat screen", "Leave out --plain, or use another terminal.")
+        from ling_local.cli.plain import talk
+    talk(settings, output)
 
 
 def _prompt(settings: Settings, output: Output) -> str:
@@ -111,6 +129,8 @@ def chat_request(settings: Settings, messages: tuple[Message, ...]) -> Request:
         max_tokens=DEFAULT_MAX_TOKENS if limit is None else limit,
         stop=settings["stop"],
         thinking=settings["think"],
+        think_budget=settings["think_budget"],
+        draft=settings["speculation"] != "off",
     )
 
 

@@ -55,6 +55,8 @@ def command(
     seed: opt.Seed = None,
     stats: opt.Stats = None,
     json: opt.Json = None,
+    speculation: opt.Speculation = None,
+    block: opt.Block = None,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     ctx: opt.Ctx = None,
@@ -126,6 +128,7 @@ def _request(settings: Settings, text: str, instruct: bool, params: SamplingPara
         stop=settings["stop"],
         thinking=False,
         code_stop=settings["until"] == "block" and not instruct,
+        draft=settings["speculation"] != "off",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from ling_local.types import Stats
@@ -22,10 +24,16 @@ def stats_line(stats: Stats) -> str:
         speed = f" ({_short(stats.tok_s)} tok/s)" if stats.tok_s else ""
         parts.append(f"TPOT {_short(stats.tpot_s * 1000)} ms{speed}")
     if stats.drafted and stats.accept_length is not None:
-        parts.append(f"accept {stats.accept_length:.2f}")
+        counts = f"{stats.steps} steps, {stats.drafted} drafted, {stats.accepted} accepted"
+        parts.append(f"accept {stats.accept_length:.2f} ({counts}{rates_text(stats.rate_by_position, ': ')})")
     used = f"ctx {_count(stats.prompt_tokens + stats.tokens)}"
     parts.append(used + (f"/{_count(stats.context_limit)}" if stats.context_limit else ""))
     return " · ".join(parts)
+
+
+def rates_text(rates: Sequence[float], lead: str = "") -> str:
+    """`84 61 40 %`: rates by position, in whole per cent; "" where there are none."""
+    return f"{lead}{' '.join(f'{100 * rate:.0f}' for rate in rates)} %" if rates else ""
 
 
 def _short(value: float | None) -> str:
@@ -48,7 +56,10 @@ def usage_dict(stats: Stats) -> dict[str, int]:
 
 
 def stats_dict(stats: Stats) -> dict[str, Any]:
-    """Times in milliseconds, None where undefined."""
+    """Times in milliseconds, None where undefined. Rates by position: see `bench.report.speculation`."""
+    if stats.steps:  # counted twice in two ways, by tokens and by position: they agree, or we have miscounted
+        assert stats.tokens == stats.steps + stats.accepted
+        assert math.isclose(1 + sum(stats.rate_by_position), stats.tokens / stats.steps)
     return {
         "ttft_ms": _ms(stats.ttft_s),
         "ttfa_ms": _ms(stats.ttfa_s),
@@ -59,5 +70,8 @@ def stats_dict(stats: Stats) -> dict[str, Any]:
         "steps": stats.steps,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
-        "accept_length": None if stats.accept_length is None else round(stats.accept_length, 4),
+        "rate": stats.rate,
+        "accept_length": stats.accept_length,
+        "rate_by_position": list(stats.rate_by_position),
+        "rate_given_previous": list(stats.rate_given_previous),
     }

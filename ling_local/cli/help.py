@@ -19,6 +19,7 @@ from ling_local.settings import KEPT
 TOPICS = {
     "exit-codes": "What the exit code says.",
     "settings": "Every setting: flag, variable, config key, default.",
+    "speculation": "Drafts: what they change (speed), what not (text), and their figures.",
     "scripted": "The scripted engine and its file format.",
 }
 PAGE = Page("[COMMAND|TOPIC]", examples=("ling help", "ling help chat", "ling help exit-codes"))
@@ -37,7 +38,12 @@ def command(
         output.print_help(group.get_help())
         output.print("\n" + section("Topics (ling help TOPIC):", list(TOPICS.items()), _width(output)))
     elif topic in TOPICS:
-        pages = {"exit-codes": _exit_codes, "settings": _settings, "scripted": _scripted}
+        pages = {
+            "exit-codes": _exit_codes,
+            "settings": _settings,
+            "speculation": _speculation,
+            "scripted": _scripted,
+        }
         output.print(pages[topic](_width(output)))
     else:
         commands = group.command.list_commands(group)
@@ -83,6 +89,57 @@ def _settings(width: int) -> str:
         choices = f" {' or '.join(row.choices)}." if row.choices else ""
         rows.append((row.name, f"{row.help}{choices} [{row.flags[0]}, {row.variable}; default: {row.default_text}]"))
     return f"{textwrap.fill(intro, width)}\n\n{section('Settings:', rows, width)}"
+
+
+def _speculation(width: int) -> str:
+    paragraphs = (
+        "A drafter guesses the next few tokens, and the model verifies all of them in one step. A step keeps the "
+        "drafts up to the first that the model would not have chosen, and adds one token of the model's own, the "
+        "bonus token. So a step gives between 1 and block + 1 tokens for little more than the time of one.",
+        "The text never changes. Each position's token is drawn by the model itself, with noise that is keyed by the "
+        "seed and the position; a draft is kept only where it equals that draw. The ids are the same with every "
+        "drafter, every block size and none, at temperature 0 and when sampling, for every seed. `ling bench --check` "
+        "compares them on all bundled prompts and fails if one differs.",
+    )
+    drafters = [
+        ("auto", "dspark where the model's folder has a draft, else mtp where it has such a layer, else off."),
+        ("dspark", "A small network of its own, trained on blocks, that reads the model's inner layers."),
+        ("mtp", "The model's own layer for the token after the next, fed with its own output for longer blocks."),
+        ("off", "One token a step. The drafter is not loaded."),
+    ]
+    sizes = (
+        "--block N drafts N tokens a step, from 1 to the size that the drafter was trained on (mtp: 8, and 1 unless "
+        "you say otherwise); a larger N is refused. It caps the accept length at N + 1, and saves time where "
+        "later drafts are seldom right. The engine may draft less than that by itself: it times its steps, and rests "
+        "or narrows a drafter that costs more than it brings. `ling bench --full-width` has it verify all drafts.",
+    )
+    figures = [
+        ("steps", "Verify steps, those without drafts included."),
+        ("drafted, accepted", "Drafts that were verified, and those of them that were kept; their ratio is rate."),
+        ("accept length", "Tokens / steps, the bonus token counted; 1.00 without drafts."),
+        (
+            "rate by position",
+            "Share of all steps that kept at least that many drafts. 1 + the sum of all is the accept length.",
+        ),
+        ("rate given previous", "Of the steps that kept every draft before it, the share that kept this one, too."),
+    ]
+    cut = (
+        "A step that an end of turn, a stop or --max-tokens cuts short counts with what was kept: its last token is "
+        "its bonus token. Figures are in --stats, in --json, and in `ling bench`.",
+    )
+
+    def prose(texts: tuple[str, ...]) -> str:
+        return "\n\n".join(textwrap.fill(text, width) for text in texts)
+
+    return "\n\n".join(
+        [
+            prose(paragraphs),
+            section("--speculation:", drafters, width),
+            prose(sizes),
+            section("Figures:", figures, width),
+            prose(cut),
+        ]
+    )
 
 
 def _scripted(width: int) -> str:

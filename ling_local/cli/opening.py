@@ -6,13 +6,13 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ling_local import hub
 from ling_local.cli.output import Output
-from ling_local.engine.protocol import Engine, EngineSpec, Progress
+from ling_local.engine.protocol import Engine, EngineInfo, EngineSpec, Progress
 from ling_local.errors import UsageError
 from ling_local.settings import Settings, with_model
 from ling_local.types import Channel, Finish, Request, SamplingParams, Stats, StatsEvent, TokenEvent
@@ -20,7 +20,7 @@ from ling_local.types import Channel, Finish, Request, SamplingParams, Stats, St
 if TYPE_CHECKING:
     from ling_local.generate import TextModel
 
-_DEMO_NOTE = (
+DEMO_NOTE = (
     "ling: answering with ling-demo, the small demo model that ships with ling, on the CPU; "
     "-m FOLDER or -m inclusionAI/Ling-3.0-tiny uses a real one"
 )
@@ -29,13 +29,19 @@ _LARGE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A model ready to be asked, with the settings that it completed. loading is set while a load may be shown."""
+    """A model ready to be asked, with the settings that it completed.
+
+    loading   set while a load may be shown
+    checked   set once the drafter was compared with what was asked for
+    """
 
     engine: Engine
     text_model: TextModel
     settings: Settings
     spec: EngineSpec
-    loading: threading.Event
+    output: Output
+    loading: threading.Event = field(default_factory=threading.Event)
+    checked: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(slots=True)
@@ -66,6 +72,8 @@ def model_spec(settings: Settings) -> tuple[EngineSpec, Settings]:
         engine=settings["engine"],
         device=settings["device"],
         dtype=settings["dtype"],
+        draft=settings["speculation"],
+        block=settings["block"] or 0,
         context=settings["ctx"],
         threads=settings["threads"],
     )
@@ -86,13 +94,13 @@ def open_model(settings: Settings, output: Output, *, background: bool = False) 
     for warning in settings.warnings[known:]:
         output.warn(warning)
     if settings["model"] is None:
-        output.note(_DEMO_NOTE, "dim")
+        output.note(DEMO_NOTE, "dim")
     loading = threading.Event()
     if not background:
         loading.set()
     engine = open_engine(spec, _show_progress(output, loading))  # first: it starts while the tokenizer is read
     try:
-        yield Opened(engine, TextModel.load(spec), settings, spec, loading)
+        yield Opened(engine, TextModel.load(spec), settings, spec, output, loading)
     finally:
         output.clear_progress()
         engine.close()
@@ -101,8 +109,50 @@ def open_model(settings: Settings, output: Output, *, background: bool = False) 
 def wait_loaded(opened: Opened) -> None:
     """Come back when the weights are in, with a progress line meanwhile. Raises what the load failed with."""
     opened.loading.set()
-    _ = opened.engine.info
+    check_drafter(opened)
     opened.loading.clear()
+
+
+def check_drafter(opened: Opened) -> None:
+    """Wait for the load, and compare the drafter there is with what was asked for: UsageError where it is another
+    one or its block is smaller; a warning, once, where --block finds no drafter."""
+    info, spec = opened.engine.info, opened.spec
+    if opened.checked.is_set():
+        return
+    _check_drafter(spec, info)
+    if spec.draft != "off" and spec.block and info.drafter == "off":
+        opened.output.warn(f"--block {spec.block} has no effect: {info.model} has no drafter")
+    opened.checked.set()
+
+
+def _check_drafter(spec: EngineSpec, info: EngineInfo) -> None:
+    if spec.draft in ("dspark", "mtp") and info.drafter != spec.draft:
+        there = f"drafts with {info.drafter}" if info.drafter != "off" else "has no drafter"
+        raise UsageError(f"--speculation {spec.draft}: {info.model} {there}", "Use --speculation auto or off.")
+    if spec.draft != "off" and 0 < info.block < spec.block:
+        reason = f"--block {spec.block}: the drafter of {info.model} makes blocks of {info.block}"
+        raise UsageError(reason, f"Give 1 to {info.block}.")
+
+
+@contextmanager
+def open_other(opened: Opened, draft: str, block: int = 0) -> Iterator[Engine]:
+    """A second engine of the same model with another drafter, loaded when this comes back; released at the end.
+
+    block 0: the drafter's own size. Raises what the load fails with.
+    """
+    from ling_local.engine import open_engine
+
+    other = replace(opened.spec, draft=draft, block=block)
+    opened.loading.set()
+    engine = open_engine(other, _show_progress(opened.output, opened.loading))
+    try:
+        _check_drafter(other, engine.info)
+        opened.loading.clear()
+        opened.output.clear_progress()
+        yield engine
+    finally:
+        opened.loading.clear()
+        engine.close()
 
 
 def _show_progress(output: Output, loading: threading.Event) -> Callable[[Progress], None]:
@@ -137,6 +187,7 @@ def stream(opened: Opened, request: Request, answer: Answer, show: Callable[[Cha
     from ling_local.generate import generate
 
     opened.loading.set()
+    check_drafter(opened)
     with closing(generate(opened.engine, opened.text_model, request)) as events:
         for event in events:
             if isinstance(event, TokenEvent):
@@ -151,10 +202,18 @@ def stream(opened: Opened, request: Request, answer: Answer, show: Callable[[Cha
                     answer.finish = event.reason.value
 
 
-def model_facts(opened: Opened) -> dict[str, str]:
+def model_facts(opened: Opened) -> dict[str, str | int]:
     """What a JSON document says about the model that answered."""
     info = opened.engine.info
-    return {"id": info.model, "folder": opened.spec.model, "dtype": info.dtype, "device": info.device}
+    drafting = opened.spec.draft != "off"
+    return {
+        "id": info.model,
+        "folder": opened.spec.model,
+        "dtype": info.dtype,
+        "device": info.device,
+        "drafter": info.drafter if drafting else "off",
+        "block": info.block if drafting else 0,
+    }
 
 
 def sampling_facts(request: Request) -> dict[str, float | int | None]:

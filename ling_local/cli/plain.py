@@ -33,6 +33,7 @@ CAN_SET = (
     "stop",
     "system",
     "think",
+    "think_budget",
     "show_thinking",
     "stats",
 )

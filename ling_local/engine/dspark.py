@@ -69,4 +69,5 @@ class DSpark:
         h = ops.draft_block(x, params, state.draft_context, state.draft_rope, state.length, state.extent)
         h = h[first : first + num]
         positions = state.length + torch.arange(num, device=h.device)
-        return ops.markov_pick(ops.head(h, weights.lm_head), h, state.anchor, params, positions, state.sampling)
+        base = ops.head(h, weights.lm_head, num)
+        return ops.markov_pick(base, h, state.anchor, params, positions, state.sampling)

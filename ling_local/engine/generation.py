@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ling_kernels.ops import ERROR_NON_FINITE, ROW_TILE, STOPPED_EOS, STOPPED_LENGTH
-from ling_local.engine.step import step
+from ling_kernels.ops import ERROR_NON_FINITE, ROW_TILE, STOPPED_EOS, STOPPED_LENGTH, KernelError
 from ling_local.engine.width import WidthRule
-from ling_local.errors import NonFinite
+from ling_local.errors import EngineError, NonFinite
 from ling_local.types import FinishReason, StepResult, TokenRequest
 
 if TYPE_CHECKING:
     from ling_local.engine.native import NativeEngine
 
-CHUNK = 256  # prompt tokens per prefill pass; a cancel waits for one
+CHUNK = 256  # prompt tokens per prefill pass on a CPU; a cancel waits for one
 FINISH = {0: None, STOPPED_EOS: FinishReason.EOS, STOPPED_LENGTH: FinishReason.LENGTH}
 
 
@@ -46,7 +45,7 @@ class NativeGeneration:
         self.drafts = 0  # made by the last granted step
         self.made: deque[int] = deque()  # by each step that is granted and not read
         self.sure: tuple[float, ...] = ()  # confidence of the drafts of the last step read
-        self.rule = WidthRule(engine.info.block if request.draft else 0, engine.step_times)
+        self.rule = WidthRule(engine.info.block if request.draft else 0, engine.step_times, request.full_width)
         self.known = list(request.ids)  # tokens known so far; all but the last are in the state
 
     def cancel(self) -> None:
@@ -74,6 +73,9 @@ class NativeGeneration:
             yield from self._steps(first)
             if engine.running is self:
                 engine._remember()
+        except KernelError as error:
+            engine._forget()
+            raise EngineError(str(error), "use --device cpu") from error
         except (Exception, KeyboardInterrupt):
             engine._forget()  # the state may stand between two tokens
             raise
@@ -86,10 +88,10 @@ class NativeGeneration:
         started = time.monotonic()
         prompt = self.known[:-1]
         cached = engine._resume(self.known)
-        for start in range(cached, len(prompt), CHUNK):
+        for start in range(cached, len(prompt), engine.chunk):
             if self.cancelled:
                 return None
-            part = prompt[start : start + CHUNK]
+            part = prompt[start : start + engine.chunk]
             engine._prefill(engine._state, start, part, self.known[start + 1 : start + len(part) + 1])
             engine._ids += part
         engine._remember()
@@ -133,7 +135,7 @@ class NativeGeneration:
             width = self.rule.width(self.sure[: self.drafts], following)
         state.reserve(len(self.known) + (self.granted - self.read + 1) * ROW_TILE)
         with torch.inference_mode():
-            step(engine.ops, engine.weights, state, engine.drafter, width, following)
+            engine._launch(self.granted, width, following)
         self.granted += 1
         self.drafts = following
         self.made.append(following)

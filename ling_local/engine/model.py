@@ -41,10 +41,10 @@ def forward(
     kda = mla = 0
     partial, x = None, ops.embed(ids, weights.embedding)
     for number, layer in enumerate(weights.layers):
-        x, h = ops.exchange_norm(partial, x, layer.attention_norm, eps)
+        x, h = ops.exchange_norm(partial, x, layer.attention_norm, eps, rows)
         if number - 1 in tapped:
             taps.append(x)
-        proj = ops.linear(h, layer.attention.in_proj)
+        proj = ops.linear(h, layer.attention.in_proj, rows)
         if isinstance(layer.attention, KdaParams):
             o = _kda(ops, proj, state, layer, kda, rows, staged)
             kda += 1
@@ -52,10 +52,10 @@ def forward(
             live = ids.shape[0] if rows is None else rows
             o = ops.mla(proj, state.latent[mla], state.rope, positions, layer.attention, live, state.extent)
             mla += 1
-        partial = ops.linear(o, layer.attention.out_proj)
-        x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps)
+        partial = ops.linear(o, layer.attention.out_proj, rows)
+        x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps, rows)
         partial = feed_forward(ops, h, layer, rows)
-    x, last = ops.exchange_norm(partial, x, weights.norm, eps)
+    x, last = ops.exchange_norm(partial, x, weights.norm, eps, rows)
     if len(weights.layers) - 1 in tapped:
         taps.append(x)
     return Hidden(last, staged, taps)
@@ -81,5 +81,5 @@ def _kda(
 def feed_forward(ops: Ops, h: Tensor, layer: LayerWeights, rows: int | None) -> Tensor:
     """Dense MLP or experts: h [R, D] -> this rank's partial [R, D]."""
     if isinstance(layer.mlp, MoeParams):
-        return ops.experts(h, ops.route(h, layer.mlp), layer.mlp, rows)
-    return ops.mlp(h, layer.mlp)
+        return ops.experts(h, ops.route(h, layer.mlp, rows), layer.mlp, rows)
+    return ops.mlp(h, layer.mlp, rows)

@@ -10,20 +10,25 @@ import torch
 from torch import Tensor
 
 import ling_kernels
-from ling_kernels.ops import (
-    MAX_STOP_IDS,
-    RING_HEADER,
-    ROW_TILE,
-    KernelError,
-)
+from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, Ops
+from ling_local.engine.capture import CapturedStep
 from ling_local.engine.config import load_model_config
 from ling_local.engine.drafter import Drafter
 from ling_local.engine.drafts import open_drafter
 from ling_local.engine.generation import CHUNK, NativeGeneration, RingEntry
+from ling_local.engine.gpu import (
+    PREFILL_CHUNK,
+    GpuOptions,
+    HostRing,
+    check_gpu_memory,
+    fitting_context,
+    open_gpu_ops,
+)
 from ling_local.engine.layout import memory_bytes, model_layout, parameter_count
 from ling_local.engine.model import forward
 from ling_local.engine.protocol import EngineInfo, ProgressFn
 from ling_local.engine.state import RING_SLOTS, SequenceState, Snapshot
+from ling_local.engine.step import step
 from ling_local.engine.weights import DTYPES, Weights, load_weights
 from ling_local.engine.width import StepTimes
 from ling_local.errors import ContextTooLong, EngineBusy, EngineError, ModelError, UsageError
@@ -36,16 +41,25 @@ class NativeEngine:
     """A loaded model with the state of one sequence. Build it with `load`."""
 
     def __init__(
-        self, weights: Weights, info: EngineInfo, vocab: int, drafter: Drafter | None = None, run_ahead: int = 1
+        self,
+        weights: Weights,
+        info: EngineInfo,
+        vocab: int,
+        drafter: Drafter | None,
+        ops: Ops,
+        gpu: GpuOptions | None = None,
     ) -> None:
         self.weights = weights
         self.drafter = drafter
-        self.ops = ling_kernels.load(info.device)
+        self.ops = ops
         self.vocab = vocab
-        self.run_ahead = run_ahead
+        self.run_ahead = gpu.run_ahead if gpu else 1
+        self.chunk = PREFILL_CHUNK if gpu else CHUNK
+        self.step = CapturedStep(step) if gpu and gpu.capture else step
         self.step_times = StepTimes()
         self._info = info
         self._state: SequenceState | None = self.new_state(info.context_limit)
+        self._host_ring = HostRing(self._state) if gpu else None
         self._ids: list[int] = []  # what is in the state
         self._snapshots: list[Snapshot] = []
         self._running: weakref.ref[NativeGeneration] | None = None  # weak: an abandoned one frees the engine
@@ -62,10 +76,12 @@ class NativeEngine:
         context: int = 0,
         threads: int = 0,
         progress: ProgressFn | None = None,
+        gpu: GpuOptions | None = None,
     ) -> NativeEngine:
         """Check and load the checkpoint folder `path`.
 
-        context: tokens to hold at most, 0 for the model's limit; threads: torch's, 0 for a fitting number.
+        context: tokens to hold at most, 0 for the model's limit, or on a GPU for what fits; threads: torch's, 0 for a
+        fitting number.
         Raises ModelError, UsageError or OutOfMemory; nothing is mapped before all files were checked.
         """
         folder = Path(path)
@@ -77,18 +93,24 @@ class NativeEngine:
                 f"a context of {context} tokens is not possible: the model's limit is {config.max_position_embeddings}",
                 f"give --ctx a number from 1 to {config.max_position_embeddings}",
             )
-        try:
-            ling_kernels.load(device)
-        except KernelError as error:
-            raise UsageError(str(error), "use --device cpu") from None
         specs = model_layout(config)
+        gpu = None if device == "cpu" else gpu or GpuOptions()
+        if gpu:
+            ops = open_gpu_ops(device, dtype, gpu, progress)
+            check_gpu_memory(folder, device, memory_bytes(specs, DTYPES[dtype].itemsize))
+        else:
+            ops = ling_kernels.load(device)
         weights = load_weights(folder, config, DTYPES[dtype], device, progress)
         drafter = open_drafter(folder, weights, draft, block)
+        limit = context or config.max_position_embeddings
+        if gpu:
+            free, _ = torch.cuda.mem_get_info(device)
+            limit = fitting_context(weights, drafter, limit, free, asked=context > 0)
         info = EngineInfo(
             model=folder.resolve().name,
             dtype=dtype,
             device=device,
-            context_limit=context or config.max_position_embeddings,
+            context_limit=limit,
             vocab_size=config.vocab_size,
             parameters=parameter_count(specs),
             weight_bytes=memory_bytes(specs, DTYPES[dtype].itemsize),
@@ -96,9 +118,9 @@ class NativeEngine:
             block=drafter.block if drafter else 0,
             torch=torch.__version__,
         )
-        if device == "cpu":
+        if not gpu:
             torch.set_num_threads(threads or fitting_threads(info.weight_bytes))
-        return cls(weights, info, tokenizer_size(folder, config.vocab_size), drafter)
+        return cls(weights, info, tokenizer_size(folder, config.vocab_size), drafter, ops, gpu)
 
     @property
     def info(self) -> EngineInfo:
@@ -141,7 +163,7 @@ class NativeEngine:
         window = state.window(rows)
         hidden = forward(self.ops, self.weights, state, window.ids, window.positions, rows)
         self.ops.kda_commit(hidden.staged, state.conv, state.recurrent, torch.full_like(state.length, rows))
-        return self.ops.head(hidden.last, self.weights.lm_head)[:rows]
+        return self.ops.head(hidden.last, self.weights.lm_head, rows)[:rows]
 
     def generate(self, request: TokenRequest) -> NativeGeneration:
         """Start a request. Raises UsageError, ContextTooLong or EngineBusy before any work."""
@@ -175,6 +197,10 @@ class NativeEngine:
         self._state = None
         self._snapshots.clear()
         self.weights = None  # type: ignore[assignment]
+        if self._host_ring is not None:
+            self._host_ring = None
+            self.step = self.ops = None  # type: ignore[assignment]
+            torch.cuda.empty_cache()
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -225,18 +251,25 @@ class NativeEngine:
         self._snapshots.clear()
         self._ids = []
 
+    def _launch(self, number: int, width: int, following: int) -> None:
+        """Launch step `number`; on a GPU its ring entry is sent to the host behind it."""
+        self.step(self.ops, self.weights, self._state, self.drafter, width, following)
+        if self._host_ring:
+            self._host_ring.send(self._state.ring, number)
+
     def _read(self, number: int) -> RingEntry:
         """Wait for step `number` and read its entry: the only place where a device value reaches the host."""
-        values = self._state.ring[number % RING_SLOTS].tolist()
+        ring, host = self._state.ring, self._host_ring
+        values = host.wait(number) if host else ring[number % RING_SLOTS].tolist()
         ids = values[RING_HEADER : RING_HEADER + values[1]]
         sure = [v / 1e6 for v in values[RING_HEADER + ROW_TILE :]]
         return RingEntry(*values[:RING_HEADER], tuple(ids), tuple(sure))
 
 
 def fitting_threads(weight_bytes: int) -> int:
-    """Threads for the CPU engine: a small model is all latency, a large one needs every memory channel."""
-    cores = torch.get_num_threads()
-    return min(cores, 2) if weight_bytes < 2**28 else cores
+    """Threads for the CPU engine: a large model needs every memory channel; a small one gets one thread, because its
+    parallel regions are so short that one busy core elsewhere makes the others wait (7 ms a token became 300)."""
+    return 1 if weight_bytes < 2**28 else torch.get_num_threads()
 
 
 def tokenizer_size(folder: Path, vocab_size: int) -> int:

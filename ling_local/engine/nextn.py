@@ -29,16 +29,17 @@ def mtp_forward(
     """
     mtp, eps = weights.mtp, weights.config.rms_norm_eps
     embedded = ops.embed(following, weights.embedding)
-    _, first = ops.exchange_norm(None, embedded, mtp.embedding_norm, eps)
-    _, second = ops.exchange_norm(None, hidden, mtp.hidden_norm, eps)
-    x = ops.linear(torch.cat([first, second], dim=-1), mtp.eh_proj)
+    _, first = ops.exchange_norm(None, embedded, mtp.embedding_norm, eps, rows)
+    _, second = ops.exchange_norm(None, hidden, mtp.hidden_norm, eps, rows)
+    x = ops.linear(torch.cat([first, second], dim=-1), mtp.eh_proj, rows)
     layer = mtp.layer
-    x, h = ops.exchange_norm(None, x, layer.attention_norm, eps)
-    proj = ops.linear(h, layer.attention.in_proj)
+    x, h = ops.exchange_norm(None, x, layer.attention_norm, eps, rows)
+    proj = ops.linear(h, layer.attention.in_proj, rows)
     live = positions.shape[0] if rows is None else rows
     o = ops.mla(proj, state.mtp_latent, state.rope, positions, layer.attention, live, state.extent)
-    x, h = ops.exchange_norm(ops.linear(o, layer.attention.out_proj), x, layer.mlp_norm, eps)
-    _, last = ops.exchange_norm(feed_forward(ops, h, layer, rows), x, mtp.norm, eps)
+    partial = ops.linear(o, layer.attention.out_proj, rows)
+    x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps, rows)
+    _, last = ops.exchange_norm(feed_forward(ops, h, layer, rows), x, mtp.norm, eps, rows)
     return last
 
 
@@ -88,7 +89,7 @@ class Nextn:
         tile = torch.arange(ROW_TILE, device=state.latent.device)
         hidden, drafts, confidence = state.mtp_hidden, [], []
         for depth in range(num):
-            logits = ops.head(hidden, weights.lm_head)
+            logits = ops.head(hidden, weights.lm_head, 1)
             position = (state.length + depth).view(1)
             pick = ops.pick(logits, position, state.sampling)
             drafts.append(pick.drafts)

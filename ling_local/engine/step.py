@@ -20,7 +20,7 @@ def step(ops: Ops, weights: Weights, state: SequenceState, drafter: Drafter | No
     window = state.window(width)
     taps = drafter.taps if drafter else ()
     hidden = forward(ops, weights, state, window.ids, window.positions, width, taps)
-    logits = ops.head(hidden.last, weights.lm_head)
+    logits = ops.head(hidden.last, weights.lm_head, width)
     verdict = ops.verdict(logits, window.drafts, window.positions, state.sampling, state.limits, width)
     commit(ops, weights, state, drafter, window, hidden, verdict)
     if drafter and following:

@@ -18,6 +18,8 @@ PLAIN_FIRST = 3  # plain steps timed before drafting begins: there must be somet
 SMOOTHING = 0.92  # of what drafting brings: some dozen steps
 TRIAL = 5  # drafting steps before it is judged
 PROVEN = 30  # drafting steps after which it has earned a short pause again
+REFRESH = 128  # drafting steps after which plain ones are timed again: a machine gets busy, and idle
+PLAIN_AGAIN = 2  # how many
 PAUSE, LONGEST_PAUSE = 32, 512  # plain steps until it is tried again: doubled each time that it fails
 
 
@@ -48,10 +50,11 @@ class StepTimes:
 
 @dataclass
 class WidthRule:
-    """For one generation. block: most drafts a step; times: the engine's table."""
+    """For one generation. block: most drafts a step; times: the engine's table; full: always all of them."""
 
     block: int
     times: StepTimes = field(default_factory=StepTimes)
+    full: bool = False
     tokens: float = 0.0  # of drafting steps, smoothed; seconds likewise: their ratio is what drafting brings
     seconds: float = 0.0
     tried: int = 0
@@ -71,6 +74,8 @@ class WidthRule:
 
     def following(self) -> int:
         """Drafts to make at the end of the next step: all, or none while plain decoding is faster."""
+        if self.full:
+            return self.block
         if not self.block or self.times.samples(1, False) < PLAIN_FIRST:
             return 0
         if self.rest:
@@ -78,6 +83,10 @@ class WidthRule:
             return 0
         plain = self.times.seconds(1, False)
         if self.tried < TRIAL or self.seconds <= self.tokens * plain:
+            if self.tried and not self.tried % REFRESH:
+                self.tried += 1  # once; this step still verifies drafts, the two after it are plain
+                self.rest = PLAIN_AGAIN
+                return 0
             return self.block
         self.rest, self.pause = self.pause, min(2 * self.pause, LONGEST_PAUSE)
         self.tokens = self.seconds = 0.0
@@ -86,6 +95,8 @@ class WidthRule:
 
     def width(self, confidence: Sequence[float], following: int) -> int:
         """Rows to verify, given how sure the drafts are and whether more will be made after it."""
+        if self.full:
+            return len(confidence) + 1
         best, rate, reach, expected = 1, 0.0, 1.0, 1.0
         for width in range(1, len(confidence) + 2):
             if width > 1:

@@ -7,7 +7,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from ling_local.engine.layout import model_layout
+from ling_local.engine.config import draft_config
+from ling_local.engine.layout import DRAFT_COPIES, draft_layout, model_layout
 from ling_local.errors import ModelError
 from ling_local.train.shape import CONTEXT, demo_config
 from ling_local.train.sources import SOURCES, UNSEEN
@@ -46,6 +47,7 @@ def write_card(work: Path, out: Path, run: Path, machine: str) -> None:
         figures=_figures(evaluation),
         samples=_samples(_read(run / "samples.json", "samples")),
         sources=_sources(),
+        draft=draft_section(out / "dspark"),
         **_last_line(run / "log.jsonl"),
     )
     (out / "README.md").write_text(text, encoding="utf-8")
@@ -98,6 +100,46 @@ def _samples(samples: list[dict[str, str]]) -> str:
         texts = "\n\n".join(f"~~~~text\n{text.rstrip()}\n~~~~" for text in (given, sample["output"]))
         shown.append(f"**{number}. {sample['kind']}{thinking}**\n\n{texts}")
     return "\n\n".join(shown)
+
+
+def draft_section(folder: Path) -> str:
+    """The card's part about the draft beside the model, empty where there is none. Raises ModelError."""
+    if not folder.exists():
+        return ""
+    made = _read(folder / "training.json", "draft")
+    evaluation = _read(folder / "eval.json", "draft")
+    ablation = _read(folder / "ablation.json", "draft-ablation")
+    config = draft_config(_read(folder / "config.json", "draft"), demo_config())
+    own = [spec for spec in draft_layout(config) if spec.name not in DRAFT_COPIES]
+    accept = [
+        f"| {SET_NAMES[key]} | **{f['accept_length']:.2f}** | "
+        + " | ".join(f"{share:.0%}" for share in f["by_position"])
+        + f" | {f['steps']:,} |"
+        for key, f in evaluation["accept"].items()
+    ]
+    pair = [(key, ablation["without"]["accept"][key], ablation["with"]["accept"][key]) for key in evaluation["accept"]]
+    return Template((TEMPLATE.parent / "draft_card.md").read_text(encoding="utf-8")).substitute(
+        made,
+        layers=config.num_layers,
+        block=config.block_size,
+        taps=", ".join(map(str, config.target_layers)),
+        rank=config.markov_rank,
+        parameters=f"{sum(spec.numel for spec in own):,}",
+        weight_bytes=f"{(folder / 'model.safetensors').stat().st_size:,}",
+        text_tokens=f"{made['text_tokens']:,}",
+        text_share=f"{made['text_own_share']:.0%}",
+        blocks_s=f"{made['blocks_s']:,}",
+        positions=" | ".join(str(j + 1) for j in range(config.block_size)),
+        rules="---|" * config.block_size,
+        accept="\n".join(accept),
+        ece_before=evaluation["calibration"]["ece_before"],
+        ece_after=evaluation["calibration"]["ece_after"],
+        ablation_steps=ablation["steps"],
+        length_weight=ablation["with"]["length_weight"],
+        ablation="\n".join(
+            f"| {SET_NAMES[key]} | {a['accept_length']:.2f} | {b['accept_length']:.2f} |" for key, a, b in pair
+        ),
+    )
 
 
 def _sources() -> str:

@@ -70,6 +70,16 @@ def test_a_change_of_text_is_noticed() -> None:
     assert simulate(rule, 0.9, CPU, steps=1500) < plain / 2
 
 
+def test_a_machine_that_becomes_faster_is_noticed() -> None:
+    """Plain steps are timed again while drafts hit, so their old time does not flatter drafting for ever."""
+    slow = {"base": 60.0, "row": 1.5, "draft": 0.1}
+    rule = WidthRule(8)
+    simulate(rule, 0.5, slow, steps=200)
+    before = rule.times.seconds(1, False)
+    simulate(rule, 0.5, {"base": 1.0, "row": 0.1, "draft": 0.1}, steps=3000)
+    assert rule.times.seconds(1, False) < before / 20
+
+
 def test_an_interruption_does_not_mislead() -> None:
     rule = WidthRule(8)
     simulate(rule, 0.8, CPU, steps=50)

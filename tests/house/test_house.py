@@ -35,6 +35,8 @@ ROOMS = {
     "engine.nextn": 7.5,
     "engine.drafts": 7.8,
     "engine.step": 7.8,
+    "engine.capture": 7.85,
+    "engine.gpu": 7.85,
     "engine.generation": 7.9,
     "engine.native": 8,
     "engine.scripted": 8,
@@ -56,6 +58,7 @@ ROOMS = {
 }
 TORCH_BEHIND = {"engine.weights", "engine.state", "engine.model", "engine.step", "engine.native", "train"}
 TORCH_BEHIND |= {"engine.drafter", "engine.drafts", "engine.dspark", "engine.nextn", "engine.generation"}
+TORCH_BEHIND |= {"engine.capture", "engine.gpu"}
 MAX_LINES, MAX_FUNCTION = 400, 80
 
 

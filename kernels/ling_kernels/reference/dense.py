@@ -1,4 +1,7 @@
-"""Embedding, norms, projections, SwiGLU and head."""
+"""Embedding, norms, projections, SwiGLU and head.
+
+All rows are computed whatever `rows` says: on a CPU the number of rows is what must never change.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale * weight.float()).to(x.dtype)
 
 
-def exchange_norm(partial: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def exchange_norm(
+    partial: Tensor | None, x: Tensor, weight: Tensor, eps: float, rows: int | None = None
+) -> tuple[Tensor, Tensor]:
     if partial is not None:
         x = x + partial
     return x, rms_norm(x, weight, eps)
 
 
-def linear(h: Tensor, weight: Tensor) -> Tensor:
+def linear(h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
     return F.linear(h, weight)
 
 
@@ -41,12 +46,12 @@ def swiglu(gate_up: Tensor, limit: float) -> Tensor:
     return gate * up
 
 
-def mlp(h: Tensor, params: MlpParams) -> Tensor:
+def mlp(h: Tensor, params: MlpParams, rows: int | None = None) -> Tensor:
     inner = swiglu(F.linear(h, params.gate_up), params.limit)
     return F.linear(inner.to(h.dtype), params.down)
 
 
-def head(h: Tensor, weight: Tensor) -> Tensor:
+def head(h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
     if weight.dtype == torch.float32:
         return F.linear(h, weight)
     # bf16 logits would tie for whole groups of tokens: widen both sides, a block of the vocabulary at a time

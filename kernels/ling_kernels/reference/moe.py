@@ -14,11 +14,11 @@ from ling_kernels.reference.dense import mlp, swiglu
 ALL_EXPERTS = 32
 
 
-def route(h: Tensor, params: MoeParams) -> Routing:
-    rows, experts = h.shape[0], params.gate.shape[0]
+def route(h: Tensor, params: MoeParams, rows: int | None = None) -> Routing:
+    num, experts = h.shape[0], params.gate.shape[0]
     scores = torch.sigmoid(F.linear(h.float(), params.gate))
     choice = scores + params.bias
-    group_score = choice.view(rows, params.n_group, -1).topk(2, dim=-1).values.sum(-1)
+    group_score = choice.view(num, params.n_group, -1).topk(2, dim=-1).values.sum(-1)
     best = _first(group_score, params.topk_group)
     allowed = torch.zeros_like(group_score, dtype=torch.bool).scatter_(1, best, True)
     allowed = allowed.repeat_interleave(experts // params.n_group, dim=1)

@@ -1,0 +1,127 @@
+"""Cold timings of the dense ops, router and experts, at the published shapes with random weights.
+
+python kernels/bench/dense.py                  # tiny, 1 and 9 rows
+python kernels/bench/dense.py --shape flash4   # one rank of four of flash
+python kernels/bench/dense.py --no-pdl         # launches one after another
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from cold import Timing, copies_for, copy_bandwidth, print_table, time_graph, weight
+
+import ling_kernels
+from ling_kernels.cuda import CudaOps
+from ling_kernels.ops import ROW_TILE, MlpParams, MoeParams
+
+BF16 = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """heads: on this rank; inner, dense, vocab: this rank's part."""
+
+    hidden: int
+    heads: int
+    experts: int
+    inner: int
+    dense: int
+    vocab: int
+
+
+SHAPES = {
+    "tiny": Shape(hidden=1536, heads=16, experts=128, inner=512, dense=4608, vocab=157184),
+    "flash4": Shape(hidden=2560, heads=8, experts=512, inner=192, dense=1536, vocab=39296),
+}
+
+
+def moe_params(shape: Shape) -> MoeParams:
+    width, inner = shape.hidden, shape.inner
+    return MoeParams(
+        gate=weight(shape.experts, width).float(),
+        bias=torch.zeros(shape.experts, device="cuda"),
+        gate_up=weight(shape.experts, 2 * inner, width),
+        down=weight(shape.experts, width, inner),
+        shared=MlpParams(weight(2 * inner, width), weight(width, inner)),
+        experts_per_token=8,
+        n_group=8,
+        topk_group=4,
+        scale=2.5,
+    )
+
+
+def projections(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Rows and width of each weight of a KDA layer, and of an MLA layer's first projection."""
+    inner = shape.heads * 128
+    return {
+        "in_proj (KDA)": (5 * inner + shape.heads, shape.hidden),
+        "out_proj": (shape.hidden, inner),
+        "dense down": (shape.hidden, shape.dense),
+    }
+
+
+def time_projections(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]:
+    for name, (n, width) in projections(shape).items():
+        size = BF16 * (n * width + rows * (n + width))
+        weights = [weight(n, width) for _ in range(copies_for(size))]
+        x = weight(ROW_TILE, width)
+        yield Timing(name, rows, size, time_graph([_call(ops.linear, x, w, rows) for w in weights]))
+    n, width = shape.vocab, shape.hidden
+    size = BF16 * n * width + 4 * rows * n
+    weights, x = [weight(n, width) for _ in range(4)], weight(ROW_TILE, width)
+    yield Timing("lm_head", rows, size, time_graph([_call(ops.head, x, w, rows) for w in weights]))
+
+
+def time_mlp_and_norm(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]:
+    width, inner = shape.hidden, shape.dense
+    size = BF16 * (3 * inner * width + 2 * rows * (inner + width))
+    params = [MlpParams(weight(2 * inner, width), weight(width, inner)) for _ in range(copies_for(size))]
+    x, partial, norm = weight(ROW_TILE, width), weight(ROW_TILE, width), weight(width)
+    yield Timing("dense mlp", rows, size, time_graph([_call(ops.mlp, x, p, rows) for p in params]))
+    moved = BF16 * (4 * rows * width + width)
+    chain = [_call(ops.exchange_norm, partial, x, norm, 1e-6, rows)] * 50
+    yield Timing("exchange_norm", rows, moved, time_graph(chain))
+
+
+def time_experts(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]:
+    """Routing of random rows; the distinct experts are counted, so the bytes are what was read."""
+    width, inner = shape.hidden, shape.inner
+    x = torch.randn(ROW_TILE, width, device="cuda").bfloat16()
+    layers = [moe_params(shape) for _ in range(6)]
+    size = BF16 * shape.experts * width
+    yield Timing("route", rows, size, time_graph([_call(ops.route, x, p, rows) for p in layers]))
+    routings = [ops.route(x, p, rows) for p in layers]
+    slots = sum(int(r.plan[0]) for r in routings) / len(layers)
+    size = BF16 * (3 * slots * inner * width + 2 * rows * slots * inner + 2 * rows * width)
+    calls = [_call(ops.experts, x, r, p, rows) for r, p in zip(routings, layers, strict=True)]
+    yield Timing(f"experts ({slots - 1:.0f} + shared)", rows, size, time_graph(calls))
+
+
+def _call(op: Callable, *args: object) -> Callable[[], object]:
+    return lambda: op(*args)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 9])
+    parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
+    args = parser.parse_args()
+    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl, allow_untested=True)
+    shape, timings = SHAPES[args.shape], []
+    with torch.inference_mode():
+        bandwidth = copy_bandwidth()
+        for rows in args.rows:
+            for part in (time_projections, time_mlp_and_norm, time_experts):
+                timings += part(ops, shape, rows)
+    print_table(timings, bandwidth)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+// Everything that is spelled in PTX or differs between architectures. No other file holds asm or asks for __CUDA_ARCH__:
+// tests replace this header by one that runs the kernels on a CPU (tests/kernels/emulator).
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// bf16 is carried as its 16 bits.
+typedef u16 bf16;
+
+constexpr int WARP = 32;
+constexpr int ROW_TILE = 16;  // rows of a window's buffers; the live ones come first
+constexpr u32 ALL = 0xffffffffu;
+
+// Dynamic shared memory, 16-byte aligned.
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
+
+// ---- bf16 ------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(u32(x) << 16); }
+__device__ __forceinline__ float low_float(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_float(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// Two floats rounded to nearest even; `low` is the element at the lower address.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+  u32 out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+__device__ __forceinline__ bf16 to_bf16(float x) { return bf16(pack_bf16(x, 0.0f)); }
+
+// ---- matrix product --------------------------------------------------------------------------------------------
+
+// c += a · b for a 16x16 (rows), b 16x8 (columns), bf16 in, fp32 sums. Lane (g = lane / 4, t = lane % 4) holds
+// a0: row g, a1: row g+8 at k 2t, 2t+1; a2: row g, a3: row g+8 at k 2t+8, 2t+9; b0: k 2t, 2t+1, b1: k 2t+8, 2t+9 of
+// column g; c0, c1: row g, c2, c3: row g+8 at columns 2t, 2t+1.
+__device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// ---- memory ----------------------------------------------------------------------------------------------------
+
+// 16 bytes of weights, which no kernel writes; zeros where `live` is false. Not kept in L1: each is read once.
+// Volatile, so that the compiler leaves them in program order, before the wait where they are written before it. Not
+// ld.global.nc: for that one the assembler (13.0 and 13.5) moves the wait up over the loads and nothing is prefetched.
+__device__ __forceinline__ uint4 load_weights(const void* from, bool live) {
+  uint4 v;
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "  setp.ne.b32 p, %5, 0;\n"
+      "  mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
+      "  @p ld.global.L1::no_allocate.L2::256B.v4.b32 {%0,%1,%2,%3}, [%4]; }\n"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(from), "r"(int(live)));
+  return v;
+}
+
+// The same into a register that keeps what it holds where `live` is false, for a condition that all lanes share.
+__device__ __forceinline__ void load_weights_into(uint4& to, const void* from, bool live) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "  setp.ne.b32 p, %5, 0;\n"
+      "  @p ld.global.L1::no_allocate.L2::256B.v4.b32 {%0,%1,%2,%3}, [%4]; }\n"
+      : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
+      : "l"(from), "r"(int(live)));
+}
+
+// 16 bytes that an earlier kernel wrote, through L1, only after the wait; stays where it stands in the program.
+__device__ __forceinline__ uint4 load_activations(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+
+// 16 bytes that an earlier kernel wrote: through L1, only after the wait. Zeros where `live` is false.
+__device__ __forceinline__ uint4 load16(const void* from, bool live = true) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (live) v = *static_cast<const uint4*>(from);
+  return v;
+}
+
+// Ask for memory to be in L2 soon. from: 16-byte aligned; bytes: a multiple of 16. Called by one thread.
+__device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#else
+  const char* line = static_cast<const char*>(from);
+  for (u32 at = 0; at < bytes; at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(line + at) : "memory");
+#endif
+}
+
+// Loads that must see what other thread blocks of the same grid wrote (after their fence), and its counterpart.
+__device__ __forceinline__ u32 load_shared_word(const u32* from) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+
+// ---- programmatic dependent launch -----------------------------------------------------------------------------
+// Every thread of every kernel calls wait_for_producer once, before its first read or write of activations; only
+// weights and constants may be touched before it. let_next_start comes right after: it permits the next grid to be
+// placed on the machine, whose own wait still holds until this grid has finished.
+
+__device__ __forceinline__ void wait_for_producer() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- warp ------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(ALL, x, step);
+  return x;
+}
+
+__device__ __forceinline__ u32 warp_max(u32 x) { return __reduce_max_sync(ALL, x); }
+__device__ __forceinline__ u32 warp_min(u32 x) { return __reduce_min_sync(ALL, x); }
+
+// ---- arithmetic ------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+// Bits of a float in the order of unsigned integers: a < b as floats <=> ordered(a) < ordered(b).
+__device__ __forceinline__ u32 ordered(float x) {
+  const u32 bits = __float_as_uint(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// ---- shared memory: copies in the background, matrix fragments --------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+// 16 bytes from global to shared memory, both 16-byte aligned. In flight until copies_wait.
+__device__ __forceinline__ void copy16(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most `pending` of this thread's youngest groups are in flight; a block barrier makes them visible to all.
+template <int pending>
+__device__ __forceinline__ void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// Four 8x8 bf16 matrices; lane 8i + r gives the address of row r of matrix i. Lane l receives of each the two
+// elements (2 (l % 4), +1) of row l / 4, transposed: rows 2 (l % 4), +1 of column l / 4.
+__device__ __forceinline__ void load_matrices(u32 (&v)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(u32 (&v)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// ---- clusters: blocks of one kernel that see each other's shared memory (sm_90 and later) ------------------------
+// A kernel marked CLUSTER(n) runs in groups of n consecutive blocks. Before sm_90 the host launches other kernels.
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define CLUSTER(n)
+#else
+#define CLUSTER(n) __cluster_dims__(n, 1, 1)
+#endif
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
+// The two halves of a barrier over all threads of the cluster; writes before the first are seen after the second.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Write to the place that `here`, in this block's shared memory, has in block `peer` of the cluster.
+__device__ __forceinline__ void store_to_peer(float* here, u32 peer, float value) {
+#if __CUDA_ARCH__ >= 900
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(peer));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
+#endif
+}

@@ -1,0 +1,72 @@
+// Embedding, and residual add with RMSNorm.
+#include "arch.cuh"
+
+// Sum over the threads of a block of full warps, by warp and then in the order of the warps; all threads get it.
+__device__ __forceinline__ float block_sum(float x, float* warps) {
+  x = warp_sum(x);
+  if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = x;
+  __syncthreads();
+  float total = 0.0f;
+  for (int w = 0; w < blockDim.x / WARP; ++w) total += warps[w];
+  return total;
+}
+
+__device__ __forceinline__ void unpack(float (&to)[8], const uint4& from) {
+  const u32 words[4] = {from.x, from.y, from.z, from.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[2 * i] = low_float(words[i]), to[2 * i + 1] = high_float(words[i]);
+}
+
+__device__ __forceinline__ uint4 pack(const float (&from)[8]) {
+  return make_uint4(pack_bf16(from[0], from[1]), pack_bf16(from[2], from[3]), pack_bf16(from[4], from[5]),
+                    pack_bf16(from[6], from[7]));
+}
+
+// One row: x_out = x + partial, h = RMSNorm(x_out) · weight. A thread has 8 values, so width <= 8192 and the shape of the
+// block depends on the width alone. partial null: only the norm, x_out is not written.
+__device__ __forceinline__ void exchange_norm_row(
+    int row, const bf16* partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps) {
+  __shared__ float warps[WARP];
+  const int at = threadIdx.x * 8;
+  const bool inside = at < width;
+  const uint4 w = load_weights(weight + at, inside);
+  wait_for_producer();
+  let_next_start();
+  const i64 base = i64(row) * width + at;
+  float value[8], scale[8];
+  unpack(value, load16(x + base, inside));
+  if (partial != nullptr) {
+    float add[8];
+    unpack(add, load16(partial + base, inside));
+#pragma unroll
+    for (int i = 0; i < 8; ++i) value[i] += add[i];
+    const uint4 rounded = pack(value);
+    if (inside) *reinterpret_cast<uint4*>(x_out + base) = rounded;
+    unpack(value, rounded);  // the norm sees what the residual stream holds
+  }
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) squares += value[i] * value[i];
+  const float factor = 1.0f / sqrtf(block_sum(squares, warps) / float(width) + eps);
+  unpack(scale, w);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) value[i] *= factor * scale[i];
+  if (inside) *reinterpret_cast<uint4*>(h + base) = pack(value);
+}
+
+// Grid: rows. Block: width / 8 threads, rounded up to a warp.
+extern "C" __global__ void exchange_norm(
+    const bf16* partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps) {
+  exchange_norm_row(blockIdx.x, partial, x, weight, x_out, h, width, eps);
+}
+
+// x[row] = table[ids[row]]. Grid: rows. Block: as exchange_norm.
+extern "C" __global__ void embed(const i64* ids, const bf16* table, bf16* x, int width) {
+  wait_for_producer();
+  let_next_start();
+  const int at = threadIdx.x * 8;
+  if (at < width) {
+    const uint4 value = load_weights(table + ids[blockIdx.x] * width + at, true);
+    *reinterpret_cast<uint4*>(x + i64(blockIdx.x) * width + at) = value;
+  }
+}

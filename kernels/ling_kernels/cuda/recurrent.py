@@ -1,0 +1,103 @@
+"""KDA on a GPU: verify, commit and prefill, one order of operations for all three (kda.cuh)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ling_kernels.cuda.dense import Gated
+from ling_kernels.cuda.driver import Device
+from ling_kernels.ops import ROW_TILE, KdaParams, KdaStaged, KernelError
+
+HEAD, SLICES, THREADS, RECORD = 128, 8, 256, 516  # as in kda.cuh
+# Rows whose inputs a prefill keeps at a time: 2,064 bytes for each row and head.
+PREFILL_ROWS = 2048
+CLUSTERS_FROM = 90
+
+
+class RecurrentOps:
+    """Contracts in `ling_kernels.ops.Ops`. clusters: norm inside the kernel, by blocks that exchange their sums of
+    squares, instead of leaving it to the projection that follows (`Gated`); sm_90 and later."""
+
+    device: Device
+    gated: Gated | None
+    clusters = False
+
+    def kda_verify(
+        self, proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: int
+    ) -> tuple[Tensor, KdaStaged]:
+        heads = _check(proj, params)
+        if not 1 <= rows <= ROW_TILE:
+            raise KernelError(f"{rows} rows: a window has 1 to {ROW_TILE}")
+        staged = self._staging(state, heads)
+        out = proj.new_empty(proj.shape[0], heads * HEAD)
+        sums = torch.empty(ROW_TILE, heads, SLICES, dtype=torch.float32, device=proj.device)
+        inputs = [proj, conv, state, params.conv, params.a_log, params.dt_bias, params.o_norm]
+        numbers = [heads, rows, float(params.lower_bound), float(params.eps)]
+        name = "kda_verify_normed" if self.clusters else "kda_verify_sums"
+        self.device.launch(name, heads * SLICES, THREADS, [out, sums, *staged, *inputs, *numbers])
+        self.gated = None if self.clusters else Gated(out, sums, params.eps)
+        return out, staged
+
+    def _staging(self, state: Tensor, heads: int) -> KdaStaged:
+        """Where a layer stages its window: its part of one buffer for all layers of the state that it is a part of, so
+        that one launch finds them all. Kept for good: a captured step writes there."""
+        kept: dict[int, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_stagings", {})
+        layer = heads * HEAD * HEAD
+        storage = state.untyped_storage()
+        key = storage.data_ptr()
+        layers = storage.nbytes() // (4 * layer)
+        index, rest = divmod(state.storage_offset(), layer)
+        if rest or state.numel() != layer or not state.is_contiguous():
+            raise KernelError(f"a KDA state must be one of [layers, {heads}, {HEAD}, {HEAD}] fp32")
+        if key not in kept or kept[key][0].shape[:3:2] != (layers, heads):
+            records = torch.zeros(layers, ROW_TILE, heads, RECORD, dtype=torch.float32, device=state.device)
+            raw = torch.zeros(layers, ROW_TILE, 3 * heads * HEAD, dtype=torch.bfloat16, device=state.device)
+            kept[key] = records, raw
+        records, raw = kept[key]
+        return KdaStaged(records[index], raw[index])
+
+    def kda_commit(self, staged: list[KdaStaged], conv: Tensor, state: Tensor, count: Tensor) -> None:
+        if not staged:
+            return
+        layers, heads = state.shape[:2]
+        first, last = staged[0].states, staged[-1].states
+        if len(staged) != layers or last.storage_offset() - first.storage_offset() != (layers - 1) * first.numel():
+            raise KernelError(f"commit needs the staged windows of all {layers} layers, in order")
+        args = [first, staged[0].inputs, conv, state, count, heads]
+        self.device.launch("kda_commit_layers", (SLICES, heads, layers), THREADS, args)
+
+    def kda_prefill(self, proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams) -> Tensor:
+        heads = _check(proj, params)
+        inner = heads * HEAD
+        out = proj.new_empty(proj.shape[0], inner)
+        history = conv
+        for start in range(0, proj.shape[0], PREFILL_ROWS):
+            part = proj[start : start + PREFILL_ROWS]
+            self._prefill(part, history, state, params, out[start : start + PREFILL_ROWS])
+            history = torch.cat([history, part[-3:, : 3 * inner]])[-3:].contiguous()
+        conv.copy_(history)
+        return out
+
+    def _prefill(self, proj: Tensor, history: Tensor, state: Tensor, params: KdaParams, out: Tensor) -> None:
+        """The recurrence itself, row by row: some 0.1 us a row with every head and slice at work, so 8,192 tokens cost
+        about a millisecond a layer, less than the projections around it. It needs no division by a decay and leaves the
+        very bits that decoding would."""
+        rows, heads = proj.shape[0], params.num_heads
+        records = torch.empty(rows, heads, RECORD, dtype=torch.float32, device=proj.device)
+        o = torch.empty(rows, heads * HEAD, dtype=torch.float32, device=proj.device)
+        inputs = [proj, history, params.conv, params.a_log, params.dt_bias, heads, float(params.lower_bound)]
+        self.device.launch("kda_prefill_inputs", (rows, heads), 96, [records, *inputs])
+        self.device.launch("kda_prefill_scan", (SLICES, heads), THREADS, [o, state, records, heads, rows])
+        args = [out, o, proj, params.o_norm, heads, rows, float(params.eps)]
+        self.device.launch("kda_prefill_gate", -(-rows * heads // 16), THREADS, args)
+
+
+def _check(proj: Tensor, params: KdaParams) -> int:
+    """Heads, if the sizes are ones that the kernels know."""
+    head = params.o_norm.shape[0]
+    if head != HEAD:
+        raise KernelError(f"KDA heads of {head}: the kernels support {HEAD}")
+    if proj.shape[1] != 5 * params.num_heads * HEAD + params.num_heads or not proj.is_contiguous():
+        raise KernelError(f"a KDA projection of shape {tuple(proj.shape)} does not fit {params.num_heads} heads")
+    return params.num_heads

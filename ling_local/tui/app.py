@@ -1,0 +1,347 @@
+"""The chat screen's loop: reads a line, sends it or obeys it, draws what comes back, until the person leaves.
+
+It joins the other rooms and decides nothing: model.py says what is known, view.py what it looks like, commands.py
+what a line means, acts.py what a command does. Events of a generation arrive in a queue; a frame takes all of them
+and draws the newest state, so the engine never waits for the terminal.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from prompt_toolkit.history import History
+from prompt_toolkit.input import Input
+from prompt_toolkit.output import Output
+from rich.console import Console, Group, NewLine, RenderableType
+from rich.text import Text
+
+from ling_local import sessions
+from ling_local.engine.protocol import EngineInfo, ProgressFn
+from ling_local.errors import EngineDied, LingError
+from ling_local.settings import Settings
+from ling_local.text.clean import check_text, visible
+from ling_local.tui import view
+from ling_local.tui.commands import Called, Mistyped, Said, read_line
+from ling_local.tui.events import Cut, Failed, Loaded, Loading, Notice, Restored, ScreenEvent, Sent, Summary, Undone
+from ling_local.tui.figures import count
+from ling_local.tui.input import Prompt
+from ling_local.tui.keeper import Keeper
+from ling_local.tui.model import ChatState, apply, new_state
+from ling_local.tui.pane import Pane
+from ling_local.tui.pump import Load, Model, ProgressBox, Pump
+from ling_local.tui.talk import Attachment, Talk
+from ling_local.tui.terminal import Terminal
+from ling_local.tui.wrap import clip
+from ling_local.types import Event, Message, Request
+
+FRAME_S = 1 / 15
+_DEAF_S = 2.0  # an engine that has not ended an answer by then does not hear; a second Ctrl-C ends the engine
+_LEAVE = "Ctrl-D or /exit leaves"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What the command line brings along.
+
+    name      the model as the person named it; note: what to know about it
+    open      starts to load the model that settings name; ModelError, UsageError
+    request   a complete request for the next turn of a talk
+    check     raises ModelError or UsageError where `open` would, before anything is closed
+    models    the models that can be named here
+    """
+
+    version: str
+    name: str
+    note: str
+    settings: Settings
+    colour: bool
+    unicode: bool
+    open: Callable[[Settings, ProgressFn], Model]
+    request: Callable[[Settings, tuple[Message, ...]], Request]
+    check: Callable[[Settings], None]
+    models: Callable[[], Sequence[str]]
+
+
+class App:
+    """One chat, from its header to the line that says how to come back."""
+
+    def __init__(self, host: Host, console: Console, source: Input, target: Output, history: History) -> None:
+        self.host = host
+        self.terminal = Terminal(source, target)
+        self.pane = Pane(console)
+        self.keeper = Keeper(host.settings["history"])
+        self.talk = Talk(host.settings, host.settings)
+        self.state = new_state(host.version, host.name, host.note, host.settings["show_thinking"] is True)
+        self.attached: tuple[Attachment, ...] = ()
+        self.load: Load
+        self.box: ProgressBox
+        self._told: Load | None = None
+        self._line: str = ""  # stands in the next prompt to begin with
+        self._in_editor = False
+        self._replaces = False  # the next question takes the place of the last one
+        self._dead = False  # the engine
+        words = {"load": sessions.names, "model": host.models}
+        mark = "› " if host.unicode else "> "
+        self.prompt = Prompt(source, target, history, toolbar=self._status, words=words, colour=host.colour, mark=mark)
+
+    def run(self) -> None:
+        """Talk until the person leaves. Raises what ends the program: a failed load, KeyboardInterrupt during one."""
+        with self.terminal:
+            try:
+                self.open(self.host.settings)
+                self.talk = Talk(self.load.model.settings, self.load.model.settings)
+                if not self.host.settings["quiet"]:
+                    self.pane.draw(view.header(self.state), None)
+                if self.host.settings["resume"] is not None:
+                    self.resume(self.host.settings["resume"])
+                while self._turn():
+                    pass
+                if self.keeper.name:
+                    self.say(f"to go on with this talk: ling chat --resume {self.keeper.name}")
+            finally:
+                self.keeper.close()
+                self.load.model.engine.close()
+
+    # --- what acts use as well
+
+    def put(self, *events: Event | ScreenEvent) -> None:
+        """Take events in, and print what they have finished."""
+        before = self.state
+        for event in events:
+            self.state = apply(self.state, event)
+        self.pane.draw(self._finished(before), None)
+
+    def say(self, text: str, style: str = "dim") -> None:
+        """A line, or lines, of ours."""
+        self.put(Notice(text, style))
+
+    def open(self, settings: Settings) -> None:
+        """Start to load the model of settings. The one before must be closed. ModelError, UsageError."""
+        box = ProgressBox(self._refresh)
+        model = self.host.open(settings, box)
+        self.box = box
+        self.load = Load(model, self._load_ended)
+
+    def note_load(self) -> None:
+        """Take in that the load has ended. Raises what it failed with."""
+        if not self.load.is_over or self._told is self.load:
+            return
+        if self.load.error is not None:
+            raise self.load.error
+        self._told = self.load
+        if self.load.info is not None:
+            self.state = apply(self.state, Loaded(self.load.info))
+
+    def resume(self, name: str) -> None:
+        """Go on with a saved talk. LingError."""
+        model = self.load.model.spec.model
+        try:
+            saved = self.keeper.resume(sessions.find(name), model)
+        except OSError as error:
+            raise LingError(f"session '{name}' cannot be opened: {error.strerror}") from None
+        pairs = sessions.turns(saved.messages)
+        self.put(Restored(pairs))
+        if self.talk.settings.sources["system"] in ("default", "session"):
+            values = {**self.talk.settings.values, "system": saved.system}
+            sources = {**self.talk.settings.sources, "system": "session"}
+            self.talk = replace(self.talk, settings=replace(self.talk.settings, values=values, sources=sources))
+        turns = "1 turn" if len(pairs) == 1 else f"{len(pairs)} turns"
+        self.say(f"\nsession {saved.name}: {turns}" + (f"; {saved.lost} broken lines left out" if saved.lost else ""))
+        if saved.unasked and not self._line:
+            self._line = saved.unasked
+        self._replaces = False
+
+    def undo(self) -> None:
+        """Take the last turn back, here and on disk."""
+        self.put(Undone())
+        self.keeper.undo()
+
+    def edit(self, text: str, replaces: bool) -> None:
+        """The next prompt opens in the editor with this text; replaces: the last turn goes when it is sent."""
+        self._line, self._in_editor, self._replaces = text, True, replaces
+
+    def wait_for(
+        self, is_over: Callable[[], bool], tail: Callable[[int], str], on_interrupt: Callable[[], None]
+    ) -> None:
+        """Show a line of text until something is over."""
+        with self.terminal.watching():
+            while not is_over():
+                if self.terminal.interrupted:
+                    self.terminal.interrupted = False
+                    on_interrupt()
+                self._suspend_if_asked()
+                columns, _ = self.pane.resize()
+                self.pane.draw([], Text(clip(tail(), columns), "dim"))
+                self.terminal.wait(FRAME_S)
+            self.pane.erase()
+
+    def ask(self, text: str, echo: bool = False, replaces: bool = False) -> None:
+        """Send a question and draw its answer. Ctrl-C keeps what came; an error leaves the talk as it was."""
+        taken = self.state.turns[-1:] if replaces else ()
+        if taken:
+            self.undo()
+        content = "\n\n".join([text, *(f"{file.name}:\n\n{file.text}" for file in self.attached)])
+        self._reopen_if_dead()
+        request = self.host.request(self.talk.settings, (*self.state.messages, Message("user", content)))
+        self.keeper.asked(content, self.talk.settings["system"], self.load.model.spec.model, self.state.messages)
+        num_turns = len(self.state.turns)
+        self.put(Sent(content, echo))
+        pump = Pump(self.load, request, self.terminal.wake)
+        try:
+            with self.terminal.watching():
+                self._draw(pump)
+        except BaseException:
+            pump.cancel()
+            raise
+        kept = len(self.state.turns) > num_turns
+        if kept:
+            last = self.state.turns[-1]
+            self.attached = ()
+            self.keeper.ended(last.reason.value if last.reason else "", last.calls)
+        else:
+            self.keeper.failed()
+            if taken:  # the answer that was to be replaced is better than none
+                pairs = [(turn.prompt, turn.message) for turn in (*self.state.turns, *taken)]
+                self.put(Restored(tuple(pairs), echo=False))
+                self.keeper.restore(sum(((Message("user", t.prompt), t.message) for t in taken), ()))
+        self._tell_problems()
+
+    # --- the loop
+
+    def _turn(self) -> bool:
+        """One line. False: the person leaves."""
+        self.note_load()
+        self.pane.draw([NewLine()], None)
+        line, in_editor, self._line, self._in_editor = self._line, self._in_editor, "", False
+        try:
+            text = check_text(self.prompt.read(line, in_editor))
+        except KeyboardInterrupt:
+            self._replaces = False
+            self.say(_LEAVE)
+            return True
+        except EOFError:
+            return False
+        self.note_load()
+        replaces, self._replaces = self._replaces, False
+        said = read_line(text)
+        try:
+            if isinstance(said, Said):
+                self.ask(said.text, replaces=replaces)
+            elif isinstance(said, Called):
+                from ling_local.tui.acts import obey
+
+                return obey(self, said)
+            elif isinstance(said, Mistyped):
+                self.say(said.message, "error")
+        except LingError as error:
+            if error is self.load.error:
+                raise
+            self.put(Failed(error))
+        return True
+
+    def _draw(self, pump: Pump) -> None:
+        """Draw until the answer is over."""
+        before, began, stopped_s = self.state, time.monotonic(), None
+        due = began
+        while True:
+            events, over = pump.take()
+            for event in events:
+                self.state = apply(self.state, event)
+                self.keeper.take(event)  # type: ignore[arg-type]
+            if not self.load.is_over and self.box.progress is not None:
+                self.state = apply(self.state, Loading(self.box.progress))
+            self.note_load()
+            if self.terminal.interrupted and not over:
+                self.terminal.interrupted = False
+                stopped_s = self._stop(pump, stopped_s)
+            self._suspend_if_asked()
+            now = time.monotonic()
+            if over or now >= due:
+                self.pane.draw(self._finished(before), None if over else self._tail(now - began))
+                before, due = self.state, time.monotonic() + FRAME_S
+            if over:
+                break
+            self.terminal.wait(due - time.monotonic())
+        if pump.crash is not None:
+            raise pump.crash
+        if pump.error is not None and pump.error is self.load.error:
+            raise pump.error
+        self._dead = self._dead or isinstance(pump.error, EngineDied)
+
+    def _tail(self, waited_s: float) -> RenderableType | None:
+        columns, rows = self.pane.resize()
+        typed = visible(self.terminal.typed)
+        lines = view.live(self.state, columns, rows - 1 if typed else rows, self.host.colour, waited_s)
+        if not typed:
+            return lines
+        mark = "› " if self.host.unicode else "> "
+        line = Text(mark + clip(" ".join(typed.split("\n")), columns - len(mark)), "dim")
+        return Group(lines, line) if lines is not None else line
+
+    def _stop(self, pump: Pump, stopped_s: float | None) -> float:
+        """Ctrl-C while an answer is due or comes; when it was first pressed."""
+        now = time.monotonic()
+        if not self.load.is_over:
+            self.pane.erase()
+            raise KeyboardInterrupt
+        if stopped_s is not None and now - stopped_s > _DEAF_S:
+            self.load.model.engine.close()  # what waits for it gets an EngineError
+            self._dead = True
+        pump.cancel()
+        self.state = apply(self.state, Cut())
+        return now if stopped_s is None else stopped_s
+
+    def _suspend_if_asked(self) -> None:
+        if self.terminal.suspended:
+            self.pane.erase()
+            self.terminal.suspend()
+            self.pane.forget()
+
+    def _finished(self, before: ChatState) -> list[RenderableType]:
+        if self.talk.settings["stats"] is not False:
+            return view.finished(before, self.state)
+        items = self.state.log.after(len(before.log))
+        return [view.show(item) for item in items if not isinstance(item, Summary)]
+
+    # --- the model that loads
+
+    def _load_ended(self, load: Load) -> None:
+        """In the loader's thread: wake whoever waits."""
+        if load.error is not None:
+            self.prompt.leave(load.error)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.prompt.refresh()
+        self.terminal.wake()
+
+    def _reopen_if_dead(self) -> None:
+        """After the engine's death the next question starts a new one; the talk is all here."""
+        if self._dead:
+            self._dead = False
+            self.load.model.engine.close()
+            self.say("the engine is started again")
+            self.open(self.load.model.settings)
+
+    def _tell_problems(self) -> None:
+        if self.keeper.problem:
+            self.say(self.keeper.problem, "warning")
+            self.keeper.problem = ""
+
+    def _status(self) -> str:
+        """The toolbar under the prompt: how the load goes, else what the model is and how full its context."""
+        columns, _ = self.pane.resize()
+        state, load = self.state, self.load
+        if not load.is_over:
+            progress = self.box.progress
+            return clip(view.loading(apply(state, Loading(progress))) if progress else "loading", columns)
+        if load.info is None:
+            return ""
+        full = view.status(replace(state, loading=None), columns) or f"context {count(load.info.context_limit)}"
+        return clip(" · ".join([_facts(load.info), full]), columns)
+
+
+def _facts(info: EngineInfo) -> str:
+    return visible(f"{info.model} · {info.dtype} · {info.device}")

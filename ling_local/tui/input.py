@@ -1,0 +1,206 @@
+"""The prompt: keys, history, completion, editor, paste. It returns a text, or says that the person leaves.
+
+Enter sends; Alt-Enter and Ctrl-J make a new line, and so does Enter inside a block of three quotes. A paste is one
+insertion, whatever it holds. Ctrl-C clears the line; on an empty one `read` raises KeyboardInterrupt, and Ctrl-D
+there raises EOFError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TextIO
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.application.current import get_app
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.filters import Condition, has_focus, is_searching
+from prompt_toolkit.formatted_text import StyleAndTextTuples
+from prompt_toolkit.history import History
+from prompt_toolkit.input import Input
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.keys import Keys
+from prompt_toolkit.output import ColorDepth, Output
+from prompt_toolkit.output.vt100 import Vt100_Output
+from prompt_toolkit.shortcuts import CompleteStyle
+from prompt_toolkit.styles import Style
+
+from ling_local.tui.commands import ALIASES, COMMANDS
+from ling_local.tui.talk import block_is_open
+
+Words = Callable[[], Iterable[str]]
+
+_COLOURS = {
+    "prompt": "bold ansicyan",
+    "bottom-toolbar": "noreverse ansibrightblack",
+    "bottom-toolbar.text": "noreverse",
+    "completion-menu": "bg:default default",
+    "completion-menu.completion": "bg:default default",
+    "completion-menu.completion.current": "bold ansicyan noreverse",
+    "completion-menu.meta.completion": "bg:default ansibrightblack",
+    "completion-menu.meta.completion.current": "bg:default ansibrightblack",
+}
+_PLAIN = {
+    "prompt": "bold",
+    "bottom-toolbar": "noreverse",
+    "bottom-toolbar.text": "noreverse",
+    "completion-menu": "noinherit",
+    "completion-menu.completion": "noinherit",
+    "completion-menu.completion.current": "bold reverse",
+    "completion-menu.meta.completion": "noinherit",
+    "completion-menu.meta.completion.current": "noinherit",
+}
+
+
+class Screen(Vt100_Output):
+    """A terminal that is not asked where its cursor is.
+
+    Not every terminal answers, the answer may come when somebody else reads, and what it is wanted for (how much
+    room there is below) does not matter to a prompt that scrolls.
+    """
+
+    def get_rows_below_cursor_position(self) -> int:
+        return 1
+
+
+def open_screen(stdout: TextIO) -> Output:
+    """The terminal behind stdout."""
+    return Screen.from_pty(stdout)
+
+
+class CommandCompleter(Completer):
+    """Names of slash commands, then what their argument may be. words: for commands whose words change."""
+
+    def __init__(self, words: Mapping[str, Words] | None = None) -> None:
+        self._words = dict(words or {})
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        text = document.text_before_cursor
+        if not text.startswith("/") or "\n" in text or text.startswith("//"):
+            return
+        head, blank, argument = text.partition(" ")
+        name = head[1:].lower()
+        if not blank:
+            for command in COMMANDS.values():
+                if command.name.startswith(name):
+                    yield Completion(command.name, -len(name), display=f"/{command.name}", display_meta=command.help)
+            return
+        name = ALIASES.get(name, name)
+        if name not in COMMANDS:
+            return
+        if name in ("read", "save"):
+            yield from self._paths.get_completions(Document(argument), complete_event)
+        elif " " not in argument:
+            known = self._words[name]() if name in self._words else COMMANDS[name].words
+            for word in known:
+                if word.lower().startswith(argument.lower()):
+                    yield Completion(word, -len(argument))
+            if name == "load":
+                yield from self._paths.get_completions(Document(argument), complete_event)
+
+
+class Prompt:
+    """Reads what the person wants to say."""
+
+    def __init__(
+        self,
+        source: Input,
+        target: Output,
+        history: History,
+        *,
+        toolbar: Callable[[], str],
+        words: Mapping[str, Words] | None = None,
+        colour: bool = True,
+        mark: str = "› ",
+    ) -> None:
+        self._mark = mark
+        self._session: PromptSession[str] = PromptSession(
+            message=[("class:prompt", mark)],
+            input=source,
+            output=target,
+            history=history,
+            multiline=True,
+            prompt_continuation=" " * len(mark),
+            completer=CommandCompleter(words),
+            complete_while_typing=Condition(_types_a_command),
+            complete_style=CompleteStyle.COLUMN,
+            reserve_space_for_menu=6,
+            bottom_toolbar=lambda: _toolbar(toolbar()),
+            key_bindings=_bindings(),
+            style=Style.from_dict(_COLOURS if colour else _PLAIN),
+            include_default_pygments_style=False,
+            color_depth=None if colour else ColorDepth.DEPTH_1_BIT,
+            enable_suspend=True,
+            search_ignore_case=True,
+            tempfile_suffix=".md",
+            mouse_support=False,
+        )
+
+    def read(self, default: str = "", editor: bool = False) -> str:
+        """The next text, whole. default stands in the line to begin with; editor: it is opened there at once."""
+        return self._session.prompt(default=default, pre_run=_open_editor if editor else None)
+
+    def refresh(self) -> None:
+        """Draw the toolbar anew. From any thread, at any time."""
+        app = self._session.app
+        if app.is_running:
+            app.invalidate()
+
+    def leave(self, error: BaseException) -> None:
+        """End a `read` under way with this error. From any thread; without a read nothing happens."""
+        app = self._session.app
+        loop = app.loop
+        if loop is not None and app.is_running:
+            loop.call_soon_threadsafe(_exit_with, app, error)
+
+
+def _exit_with(app: Any, error: BaseException) -> None:
+    if app.is_running and not app.is_done:
+        app.exit(exception=error)
+
+
+def _open_editor() -> None:
+    get_app().current_buffer.open_in_editor()
+
+
+def _types_a_command() -> bool:
+    """Completions pop up by themselves for commands only, never for text or a paste."""
+    return get_app().current_buffer.text.startswith("/") and "\n" not in get_app().current_buffer.text
+
+
+def _toolbar(text: str) -> StyleAndTextTuples:
+    return [("class:bottom-toolbar.text", text)]
+
+
+def _bindings() -> KeyBindings:
+    bindings = KeyBindings()
+    typing = has_focus("DEFAULT_BUFFER") & ~is_searching
+
+    @bindings.add(Keys.ControlM, filter=typing)
+    def _enter(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        buffer.complete_state = None  # what the menu has put into the line is taken
+        if block_is_open(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @bindings.add(Keys.ControlJ, filter=typing)
+    @bindings.add(Keys.Escape, Keys.ControlM, filter=typing)
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @bindings.add(Keys.ControlC, filter=typing)
+    @bindings.add("<sigint>", filter=typing)
+    def _interrupt(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    @bindings.add(Keys.ControlG, filter=typing)
+    def _editor(event: KeyPressEvent) -> None:
+        event.current_buffer.open_in_editor()
+
+    return bindings

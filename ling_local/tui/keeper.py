@@ -1,0 +1,139 @@
+"""Keeps the talk at hand on disk while it goes on. A disk that refuses is said once, and never ends a talk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ling_local.sessions import Saved, SessionFile
+from ling_local.types import Channel, Event, Message, TokenEvent, ToolCall
+
+_PART_S = 1.0  # at most so much of an answer is lost with the process
+
+
+class Keeper:
+    """Writes a session: the file is made with the first question. wanted False: nothing is ever written."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.problem = ""  # said once by whoever reads it
+        self._wanted = wanted
+        self._session: SessionFile | None = None
+        self._system: str | None = None
+        self._pending: list[tuple[Channel, list[str], list[int]]] = []
+        self._due_s = 0.0
+
+    @property
+    def name(self) -> str:
+        """The session's name, "" where there is none yet."""
+        return self._session.name if self._session else ""
+
+    @property
+    def file(self) -> Path | None:
+        return self._session.file if self._session else None
+
+    def asked(self, text: str, system: str | None, model: str, before: tuple[Message, ...]) -> None:
+        """A question is about to be sent. before: the talk up to it, written where the file is made only now."""
+        if not self._wanted:
+            return
+        if self._session is None:
+            self._try(lambda: self._create(model, before))
+        if system != self._system:
+            self._try(lambda: self._write().system(system))
+            self._system = system
+        self._try(lambda: self._write().asked(text))
+        self._due_s = time.monotonic() + _PART_S
+
+    def take(self, event: Event) -> None:
+        """A piece of the answer; written with others, once a second."""
+        if self._session is None or not isinstance(event, TokenEvent):
+            return
+        if not self._pending or self._pending[-1][0] is not event.channel:
+            self._pending.append((event.channel, [], []))
+        _, texts, ids = self._pending[-1]
+        texts.append(event.text)
+        ids.extend(event.ids)
+        if time.monotonic() >= self._due_s:
+            self._flush()
+
+    def ended(self, reason: str, calls: tuple[ToolCall, ...]) -> None:
+        """The answer is whole, or cut; it is part of the talk."""
+        self._flush()
+        self._try(lambda: self._write().done(reason, calls))
+
+    def failed(self) -> None:
+        """The question got no answer that is kept."""
+        self._pending.clear()
+        self._try(lambda: self._write().failed())
+
+    def undo(self) -> None:
+        self._try(lambda: self._write().undo())
+
+    def restore(self, messages: tuple[Message, ...]) -> None:
+        """Put a turn back that was taken back."""
+        self._try(lambda: self._write().adopt(messages))
+
+    def model(self, model: str) -> None:
+        self._try(lambda: self._write().model(model))
+
+    def start_anew(self) -> None:
+        """The next question begins a session of its own; what was kept stays on disk."""
+        self.close()
+        self._system = None
+
+    def resume(self, file: Path, model: str) -> Saved:
+        """Go on with a session. Ids of another model than `model` are dropped. LingError; this one stays then.
+
+        The session at hand is left where it is.
+        """
+        if self._session is not None and self._session.file == file:
+            from ling_local.errors import UsageError
+
+            raise UsageError("that is the session at hand")
+        session, saved = SessionFile.resume(file)
+        if saved.model != model:
+            session.model(model)
+            saved = replace(saved, messages=tuple(replace(message, ids=()) for message in saved.messages))
+        self.close()
+        self._session, self._system = session, saved.system
+        return saved
+
+    def close(self) -> None:
+        """Release the session. Idempotent."""
+        self._flush()
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+
+    def _create(self, model: str, before: tuple[Message, ...]) -> None:
+        self._session = SessionFile.create(model)
+        if before:
+            self._session.adopt(before)
+
+    def _write(self) -> SessionFile:
+        if self._session is None:
+            raise _NoFile
+        return self._session
+
+    def _flush(self) -> None:
+        self._due_s = time.monotonic() + _PART_S
+        pending, self._pending = self._pending, []
+        for channel, texts, ids in pending:
+            self._try(lambda c=channel, t=texts, i=ids: self._write().part(c, "".join(t), i))
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except _NoFile:
+            pass
+        except OSError as error:
+            self._wanted = False
+            if self._session is not None:
+                self._session.close()
+                self._session = None
+            self.problem = f"this talk is no longer kept on disk: {error.strerror or error}"
+
+
+class _NoFile(Exception):
+    """Nothing was kept so far, or it is no longer wanted."""

@@ -1,0 +1,295 @@
+"""The chat state as Rich renderables: the live lines, what is printed for good, the header.
+
+Print what `finished` gives with `console.print(..., crop=False)`: code lines may be longer than the screen, and
+are left to the terminal. Every text of a person, a model or a file is literal here: `Text`, never markup.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.text import Text
+
+from ling_local.text.clean import visible
+from ling_local.tui import figures
+from ling_local.tui.blocks import Block, code_of
+from ling_local.tui.events import Call, Fold, Item, Line, Question, Summary, Thought
+from ling_local.tui.figures import SEPARATOR, Part
+from ling_local.tui.grown import newest_text
+from ling_local.tui.markdown import open_lines, render
+from ling_local.tui.model import ChatState, Phase, StepMark, Turn
+from ling_local.tui.wrap import clip, fold, wrap
+from ling_local.types import Channel
+
+MIN_STRIP, MAX_STRIP = 3, 32
+_NARROW = 60
+CALL_CHARS = 1500  # of a tool call's arguments; what comes after is counted
+_STYLES = {"dim": "dim", "warning": "yellow", "error": "red", "": ""}
+_LEVELS = "▂▃▄▅▆▇"
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Lines that wrap at the width they are printed at; first stands before the first one, blanks before the rest."""
+
+    text: Text
+    first: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in wrap_after(self.text, self.first, options.max_width):
+            yield from line.render(console, end="\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """One dim line between rules, as full as the width allows."""
+
+    parts: Sequence[Part]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield quiet_line(self.parts, options.max_width)
+
+
+def header(state: ChatState) -> list[RenderableType]:
+    """What stands at the top: version, model, device, context; a note; the keys to know."""
+    info = state.info
+    parts = [f"ling {state.version}", state.model]
+    if info is not None:
+        parts[1] += f" ({info.dtype})"
+        parts += [info.device, f"{figures.count(info.context_limit)} context"]
+        if info.block:
+            parts.append(f"{info.block} drafts a step ({info.drafter})")
+    keys = "/help · Alt-Enter for a new line · Ctrl-C stops an answer · Ctrl-D leaves"
+    lines = [Lines(Text(visible(SEPARATOR.join(parts)), "bold"))]
+    if state.note:
+        lines.append(Lines(Text(visible(state.note), "dim")))
+    return [*lines, Lines(Text(keys, "dim"))]
+
+
+def finished(before: ChatState, after: ChatState) -> list[RenderableType]:
+    """What has become final between two states, in order, to be printed once."""
+    return [show(item) for item in after.log.after(len(before.log))]
+
+
+def show(item: Item) -> RenderableType:
+    """One item of the log."""
+    match item:
+        case Block():
+            return render(item)
+        case Question():
+            return Lines(Text(visible(item.text), "bold"), "› ")
+        case Fold():
+            spent = f"for {figures.duration(item.time_s)}, " if item.time_s is not None else ""
+            cut = ", cut off" if item.cut else ""
+            return Lines(Text(f"thought {spent}{item.tokens} tokens{cut}", "dim"), "▸ ")
+        case Thought():
+            return Lines(Text(item.text, "dim italic"), "  ")
+        case Call():
+            return _call(item)
+        case Summary():
+            return summary(item)
+        case Line():
+            return _line(item)
+    raise TypeError(f"the screen cannot show {item!r}")
+
+
+def summary(item: Summary) -> RenderableType:
+    """The quiet line after an answer; above it a word where there was none."""
+    parts = figures.summary_parts(item.stats, item.reason)
+    if not item.answered and item.stats.thinking_tokens:
+        parts.insert(0, Part("no answer: it was still thinking", 11))
+    return Quiet(parts)
+
+
+def live(state: ChatState, width: int, height: int, colour: bool = True, waited_s: float | None = None) -> Group | None:
+    """What stands under the printed text while a turn runs: the open tail and the figures. None between turns.
+
+    Fewer lines than height and none wider than width; the work does not grow with the answer. waited_s: since
+    the question was sent, by the drawer's clock; shown until the first token comes.
+    """
+    lines = live_lines(state, width, height, colour, waited_s)
+    return Group(*lines) if lines else None
+
+
+def live_lines(
+    state: ChatState, width: int, height: int, colour: bool = True, waited_s: float | None = None
+) -> list[Text]:
+    """`live` line by line."""
+    turn = state.turn
+    if turn is None:
+        return []
+    room = max(height - 1, 1)
+    foot = _figures(state, turn, width, colour, waited_s)[-room:]
+    body = _body(state, turn, width, room - len(foot))
+    return [*body[len(body) - max(room - len(foot), 0) :], *foot] if body else foot
+
+
+def status(state: ChatState, width: int) -> str:
+    """One line for between the turns: what loads, or how full the context is. "" where there is nothing to say."""
+    if state.loading is not None:
+        return clip(loading(state), width)
+    if state.last is not None and state.last.stats.context_limit:
+        return clip(figures.context(state.last.stats), width)
+    return ""
+
+
+def loading(state: ChatState) -> str:
+    """How far the load is, in words: `loading weights 43 % of 61.2 GB`."""
+    progress = state.loading
+    if progress is None:
+        return ""
+    share = f" {100 * progress.done // progress.total} %" if progress.total else ""
+    size = f" of {progress.total / 1e9:.1f} GB" if progress.total >= 1e9 else ""
+    return f"{visible(progress.stage)}{share}{size}"
+
+
+def strip(marks: Sequence[StepMark], width: int, colour: bool = True) -> Text:
+    """One glyph a step, the newest last: how much of what it drafted was accepted. █ all, ▁ nothing, · no drafts."""
+    text = Text()
+    for mark in marks[-width:] if width else ():
+        share = mark.accepted / mark.drafted if mark.drafted else 0.0
+        if not mark.drafted:
+            glyph, style = "·", "dim"
+        elif mark.accepted >= mark.drafted:
+            glyph, style = "█", "green"
+        elif mark.accepted:
+            glyph, style = _LEVELS[min(int(share * len(_LEVELS)), len(_LEVELS) - 1)], "yellow"
+        else:
+            glyph, style = "▁", "red"
+        text.append(glyph, style if colour else "")
+    return text
+
+
+def quiet_line(parts: Sequence[Part], width: int) -> Text:
+    """`── 212 tok · TPOT 2.10 ms ──`, without the rules where the width is short."""
+    rules = width >= 50
+    kept = figures.fit(parts, width - 6 if rules else width)
+    line = SEPARATOR.join(part.text for part in kept)
+    return Text(f"── {line} ──" if rules else clip(line, width), "dim")
+
+
+def wrap_after(text: Text, first: str, width: int) -> list[Text]:
+    """The text wrapped, with first before its first line and as many blanks before the others."""
+    lines = wrap(text, max(width - len(first), 1))
+    blank = " " * len(first)
+    return [Text.assemble((blank if index else first, "dim"), line) for index, line in enumerate(lines)]
+
+
+def _figures(state: ChatState, turn: Turn, width: int, colour: bool, waited_s: float | None) -> list[Text]:
+    if not turn.stats.steps:
+        return [Text(clip(_waiting(state, waited_s), width), "dim")]
+    speed = figures.fit(figures.speed_parts(turn, width < _NARROW), width)
+    if state.phase is Phase.STOPPING:
+        speed = figures.fit([Part("stopping", 10, "yellow"), *speed], width)
+    first = _joined(speed)
+    room = min(width - first.cell_len - 1, MAX_STRIP)
+    if turn.stats.drafted and room >= MIN_STRIP:
+        first.append(" ")
+        first.append_text(strip(turn.marks, room, colour))
+    counts = figures.fit(figures.count_parts(turn, figures.thinking_time_s(turn)), width)
+    second = _joined(counts)
+    second.stylize("dim")
+    return [first, second]
+
+
+def _joined(parts: Sequence[Part]) -> Text:
+    text = Text()
+    for index, part in enumerate(parts):
+        text.append(SEPARATOR if index else "", "dim")
+        text.append(part.text, part.style)
+    return text
+
+
+def _waiting(state: ChatState, waited_s: float | None) -> str:
+    if state.phase is Phase.STOPPING:
+        what = "stopping"
+    elif state.loading is not None:
+        what = loading(state)
+    elif state.phase is Phase.WAITING:
+        what = "waiting for the model"
+    else:
+        what = f"reading the prompt, {state.prompt_tokens} tokens" if state.prompt_tokens else "reading the prompt"
+    return f"{what} · {waited_s:.1f} s" if waited_s is not None else what
+
+
+def _body(state: ChatState, turn: Turn, width: int, room: int) -> list[Text]:
+    """What is not finished, its newest room lines."""
+    if room <= 0:
+        return []
+    if turn.channel is Channel.THINKING:
+        return _thinking(state, turn, width)
+    if turn.channel is Channel.TOOL and turn.open_call:
+        newest = visible(newest_text(turn.open_call, 4 * width)).replace("\n", " ").strip()
+        return [Text("▸ calling a tool", "dim"), Text(_end_of(newest, width), "dim")]
+    lines = _tail(turn, width, room)
+    if turn.blocks.opened.gap and lines:
+        lines.insert(0, Text())
+    return lines[-room:]
+
+
+def _thinking(state: ChatState, turn: Turn, width: int) -> list[Text]:
+    newest = newest_text(turn.open_thought, 4 * width)
+    if state.think_shown:
+        return [Text(line, "dim italic") for line in fold(newest, width - 2)[-4:]] if newest.strip() else []
+    seconds = figures.thinking_time_s(turn)
+    spent = f" {figures.duration(seconds)}," if seconds is not None else ""
+    head = Text(clip(f"▸ thinking{spent} {turn.stats.thinking_tokens} tokens  (/think show)", width), "dim")
+    return [head, Text(f"  {_end_of(newest.strip(), width - 2)}", "dim italic")]
+
+
+def _end_of(text: str, width: int) -> str:
+    """The text's last cells, as many as fit."""
+    if width < 2 or cell_len(text) <= width:
+        return text[: max(width, 0)]
+    kept = text[-width:]
+    while cell_len(kept) >= width:
+        kept = kept[1:]
+    return "…" + kept
+
+
+def _tail(turn: Turn, width: int, room: int) -> list[Text]:
+    """The open block. However long it has become, only about a screenful of it is looked at."""
+    limit = room * max(width, 1)
+    source = turn.blocks.newest(limit + 1)
+    whole = len(source) <= limit
+    fence = turn.blocks.fence
+    if fence is not None:
+        if whole:
+            source = code_of(Block(source, fence=turn.blocks.opened.fence), fence)
+        return [Text(line) for line in fold(source.removesuffix("\n"), width)] if source else []
+    if not source.strip():
+        return []
+    return (
+        open_lines(replace(turn.blocks.opened, text=source), width) if whole else wrap(Text(source.strip("\n")), width)
+    )
+
+
+def _call(item: Call) -> RenderableType:
+    words = ", ".join(_arguments(item.arguments)) if item.name else item.arguments
+    if len(words) > CALL_CHARS:
+        words = f"{words[:CALL_CHARS]}… and {len(words) - CALL_CHARS} characters more"
+    text = f"{item.name}({words})" if item.name else f"not a call: {words}"
+    return Lines(Text(text + (", cut off" if item.cut else ""), "cyan"), "→ ")
+
+
+def _arguments(text: str) -> Iterator[str]:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        yield text
+        return
+    for name, value in values.items():
+        yield f"{name}={json.dumps(value, ensure_ascii=False)}"
+
+
+def _line(item: Line) -> RenderableType:
+    text = Text(visible(item.text), _STYLES.get(item.style, ""))
+    if item.style == "error":
+        text = Text.assemble(("ling: ", "bold red"), visible(item.text))
+    if item.hint:
+        text.append("\n" + visible(item.hint), "dim")
+    return Lines(text)

@@ -1,0 +1,193 @@
+"""What every device's ops must fulfil, against the reference: the same checks run on a GPU and on the emulated one.
+
+`Place` says where: ops, torch device, and how a tensor is declared a weight (only the emulated device wants to know).
+Sizes are given by the caller: an emulated block takes milliseconds, a GPU runs the published shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ling_kernels.ops import ROW_TILE, MlpParams, MoeParams, Routing
+from ling_kernels.reference import dense, moe
+from parity import assert_bits
+
+# fp32-accumulated bf16 against fp32: inputs and outputs are rounded to 8 bits, so 2^-9 is what rounding alone costs
+RELATIVE = 1e-2
+
+
+@dataclass(frozen=True)
+class Place:
+    ops: Any
+    device: str
+    constant: Callable[..., None] = lambda *tensors: None
+
+    def rand(self, *shape: int, seed: int, scale: float = 1.0) -> Tensor:
+        made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+        return made.to(self.device, torch.bfloat16)
+
+    def weight(self, *shape: int, seed: int) -> Tensor:
+        """bf16 values, scaled so that a product keeps the size of its input."""
+        made = self.rand(*shape, seed=seed, scale=shape[-1] ** -0.5)
+        self.constant(made)
+        return made
+
+
+def assert_near(got: Tensor, want: Tensor, what: str, bound: float = RELATIVE) -> None:
+    """Relative error in norm below the bound, row by row; anything that is not finite fails."""
+    assert got.shape == want.shape, f"{what}: {tuple(got.shape)}, expected {tuple(want.shape)}"
+    assert got.isfinite().all(), f"{what}: not finite"
+    error = (got.double() - want.double()).norm(dim=-1) / want.double().norm(dim=-1).clamp(min=1e-30)
+    worst = int(error.argmax())
+    assert error.max() < bound, f"{what}: relative error {error.max():.2e} in row {worst}"
+
+
+def rows_alone(run: Callable[[Tensor, int], Tensor], x: Tensor, widths: Sequence[int], what: str) -> None:
+    """run(x, rows) gives a row the same bits at every width, at every place, whatever the other rows hold."""
+    full = run(x, ROW_TILE)[:ROW_TILE].clone()
+    for rows in widths:
+        rubbish = x.clone()
+        rubbish[rows:] = torch.nan
+        assert_bits(run(rubbish, rows)[:rows], full[:rows], f"{what} at {rows} rows")
+    turned = run(x.roll(5, 0), ROW_TILE)[:ROW_TILE]
+    assert_bits(turned.roll(-5, 0), full, f"{what} at other places")
+
+
+def check_embed(place: Place, width: int) -> None:
+    table = place.weight(50, width, seed=1)
+    ids = torch.randint(0, 50, (ROW_TILE,), generator=torch.Generator().manual_seed(2)).to(place.device)
+    assert_bits(place.ops.embed(ids, table), table[ids], "embedding")
+
+
+def check_exchange_norm(place: Place, width: int, rows: int) -> None:
+    x, partial = place.rand(ROW_TILE, width, seed=3, scale=3.0), place.rand(ROW_TILE, width, seed=4)
+    weight = place.weight(width, seed=5)
+    for part in (partial, None):
+        total, h = place.ops.exchange_norm(part, x, weight, 1e-6, rows)
+        want_total, want = dense.exchange_norm(part, x, weight, 1e-6)
+        assert_bits(total[:rows], want_total[:rows], "residual stream")
+        assert_near(h[:rows], want[:rows], "norm")
+
+
+def check_linear(place: Place, n: int, width: int, rows: int) -> None:
+    x, weight = place.rand(ROW_TILE, width, seed=6), place.weight(n, width, seed=7)
+    got = place.ops.linear(x, weight, rows)
+    assert_near(got[:rows], (x.float() @ weight.float().t())[:rows], f"linear {n} x {width}")
+
+
+def check_mlp(place: Place, inner: int, width: int, limit: float, rows: int) -> None:
+    x = place.rand(ROW_TILE, width, seed=8, scale=3.0)
+    params = MlpParams(place.weight(2 * inner, width, seed=9), place.weight(width, inner, seed=10), limit)
+    wide = MlpParams(params.gate_up.float(), params.down.float(), limit)
+    got = place.ops.mlp(x, params, rows)
+    assert_near(got[:rows], dense.mlp(x.float(), wide)[:rows], f"mlp {inner} x {width}")
+
+
+def check_head(place: Place, vocab: int, width: int, rows: int) -> None:
+    x, weight = place.rand(ROW_TILE, width, seed=11), place.weight(vocab, width, seed=12)
+    logits = place.ops.head(x, weight, rows)
+    assert logits.dtype == torch.float32
+    # kept in fp32: far tighter than a bf16 output could be
+    assert_near(logits[:rows], (x.float() @ weight.float().t())[:rows], "logits", 1e-5)
+    _, values, ids, span = place.ops.candidates
+    parts = logits[:rows].split(span, dim=-1)
+    assert len(parts) == values.shape[0]
+    for part, (value, id_) in enumerate(zip(values, ids, strict=True)):
+        best = parts[part].max(dim=-1)
+        assert_bits(value[:rows], best.values, "best logit")
+        assert_bits(id_[:rows], (part * span + parts[part].argmax(-1)).int(), "best id")
+
+
+def check_head_ties_and_errors(place: Place, width: int) -> None:
+    """Equal logits: the lower id; a row with a logit that is not finite has NaN for its best where that logit is."""
+    x, weight = place.rand(ROW_TILE, width, seed=13), place.weight(64, width, seed=14)
+    weight[:] = weight[0]
+    x[1, 0] = torch.inf
+    place.ops.head(x, weight, 3)
+    _, values, ids, span = place.ops.candidates
+    starts = torch.arange(0, 64, span, dtype=torch.int32, device=ids.device)
+    assert ids[:, 0].equal(starts)
+    assert ids[:, 2].equal(starts)
+    assert values[:, 1].isnan().all()
+
+
+def moe_params(
+    place: Place, experts: int, width: int, inner: int, chosen: int, groups: int, limit: float = 0.0, shared: int = 0
+) -> MoeParams:
+    shared = shared or inner
+    gate = place.rand(experts, width, seed=15).float() * width**-0.5
+    bias = place.rand(experts, seed=16).float() * 0.1
+    place.constant(gate, bias)
+    mlp = MlpParams(place.weight(2 * shared, width, seed=17), place.weight(width, shared, seed=18), limit / 2)
+    return MoeParams(
+        gate=gate,
+        bias=bias,
+        gate_up=place.weight(experts, 2 * inner, width, seed=19),
+        down=place.weight(experts, width, inner, seed=20),
+        shared=mlp,
+        experts_per_token=chosen,
+        n_group=groups,
+        topk_group=max(1, groups // 2),
+        scale=2.5,
+        limit=limit,
+    )
+
+
+def check_route(place: Place, params: MoeParams, rows: int) -> Routing:
+    x = place.rand(ROW_TILE, params.gate.shape[1], seed=21, scale=2.0)
+    place.constant(place.ops._gate(params.gate))
+    got = place.ops.route(x, params, rows)
+    gate = params.gate if place.ops.gate_fp32 else params.gate.bfloat16().float()
+    want = moe.route(x, replace(params, gate=gate))
+    assert got.experts[:rows].equal(want.experts[:rows]), "chosen experts"
+    assert_near(got.weights[:rows], want.weights[:rows], "router weights", 1e-5)
+    return got
+
+
+def check_route_ties(place: Place, params: MoeParams) -> None:
+    """All scores equal: the lower group wins, in it the lower id."""
+    level = replace(params, gate=torch.zeros_like(params.gate), bias=torch.zeros_like(params.bias))
+    place.constant(place.ops._gate(level.gate), level.bias)
+    x = place.rand(ROW_TILE, params.gate.shape[1], seed=22)
+    assert place.ops.route(x, level, 2).experts[:2].tolist() == [list(range(params.experts_per_token))] * 2
+
+
+def check_experts(place: Place, params: MoeParams, rows: int) -> None:
+    x = place.rand(ROW_TILE, params.gate.shape[1], seed=23, scale=2.0)
+    place.constant(place.ops._gate(params.gate))
+    routing = place.ops.route(x, params, rows)
+    shared = MlpParams(params.shared.gate_up.float(), params.shared.down.float(), params.shared.limit)
+    wide = replace(params, gate_up=params.gate_up.float(), down=params.down.float(), shared=shared)
+    known = Routing(routing.experts[:rows], routing.weights[:rows])
+    want = moe.experts(x[:rows].float(), known, wide, rows)
+    got = place.ops.experts(x, routing, params, rows)
+    assert_near(got[:rows], want, "experts")
+    elsewhere = place.ops.experts(x, Routing(routing.experts, routing.weights), params, rows)
+    assert_bits(elsewhere[:rows], got[:rows], "experts by a routing made elsewhere")
+
+
+def check_unchosen_experts_are_dropped(place: Place, params: MoeParams) -> None:
+    """An expert that a row did not choose may overflow for it: the row stays finite and keeps its bits."""
+    width = params.gate.shape[1]
+    x = place.rand(ROW_TILE, width, seed=24)
+    routing = place.ops.route(x, params, 1)
+    alone = place.ops.experts(x, routing, params, 1)[:1].clone()
+    count = params.gate.shape[0]
+    chosen = routing.experts[0].tolist()
+    others = [e for e in range(count) if e not in chosen][: params.experts_per_token]
+    experts = torch.tensor([chosen, others], device=x.device)
+    both = Routing(
+        torch.cat([experts, experts.new_zeros(14, experts.shape[1])]),
+        torch.cat([routing.weights[:1], routing.weights[:1], routing.weights[:1].repeat(14, 1)]),
+    )
+    gate_up = params.gate_up.clone()
+    gate_up[others] = torch.inf
+    place.constant(gate_up)
+    got = place.ops.experts(x, both, replace(params, gate_up=gate_up), 2)
+    assert_bits(got[:1], alone, "row beside one that overflows")
+    assert not got[1].isfinite().all()

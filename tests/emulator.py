@@ -1,0 +1,129 @@
+"""The GPU's kernels on a CPU: the sources as they are, compiled as C++ with a header that emulates the machine.
+
+`EmulatedDevice` stands in for `ling_kernels.cuda.driver.Device`, so the host side of the ops runs as well. Each launch
+sees copies of its tensors that end at a closed page, and activations are closed until the kernel has waited for its
+producer: a read too far, a write to a weight, or an early touch fails with the kernel's name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from ling_kernels.cuda.compile import SOURCES, units
+from ling_kernels.cuda.driver import Argument, Int64, Properties, packed
+
+HERE = Path(__file__).parent / "kernels" / "emulator"
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+KERNEL = re.compile(r'extern "C"\s+(?:\[\[\w+\]\]\s+)?void\s+(\w+)\s*\(')
+
+
+class Region(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("constant", ctypes.c_int))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One compiled source: its library and the names of its kernels."""
+
+    library: ctypes.CDLL
+    kernels: tuple[str, ...]
+
+
+def build_unit(name: str, folder: Path) -> Unit:
+    """Compile `name`.cu and the emulator into a library in `folder`."""
+    for path in SOURCES.glob("*.cu*"):
+        shutil.copy(path, folder)
+    for path in HERE.glob("*.c*"):
+        shutil.copy(path, folder)
+    source = folder / f"emulated_{name}.cpp"
+    source.write_text(f'#include "emulator.cpp"\n#include "{name}.cu"\n')
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w"]
+    text = _run([COMPILER, *flags, "-E", "-P", str(source)])
+    kernels = tuple(k for k in dict.fromkeys(KERNEL.findall(text)) if not k.startswith("emulator_"))
+    with source.open("a") as file:
+        file.writelines(f"EMULATED({kernel})\n" for kernel in kernels)
+    library = folder / f"{name}.so"
+    _run([COMPILER, *flags, str(source), "-o", str(library)])
+    loaded = ctypes.CDLL(str(library))
+    loaded.emulator_allocate.restype = ctypes.c_void_p
+    loaded.emulator_allocate.argtypes = [ctypes.c_size_t]
+    loaded.emulator_free.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    loaded.emulator_launch.restype = ctypes.c_char_p
+    return Unit(loaded, kernels)
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
+    return done.stdout
+
+
+class EmulatedDevice:
+    """Runs launches at once. constants: tensors that no kernel writes and that may be read before the wait."""
+
+    def __init__(self, folder: Path, names: Sequence[str] | None = None, num_sms: int = 3) -> None:
+        self.properties = Properties("sm_80", num_sms, 40 * 2**20, 163 * 1024)
+        self.pdl = False
+        self.launched: list[str] = []
+        self._constants: dict[int, Tensor] = {}
+        self._units = [build_unit(name, folder) for name in names or units()]
+
+    def constant(self, *tensors: Tensor) -> None:
+        """Declare weights or tables."""
+        self._constants |= {t.untyped_storage().data_ptr(): t for t in tensors}
+
+    def resident(self, name: str, block: int, shared: int = 0) -> int:
+        return 2 * self.properties.num_sms
+
+    def launch(
+        self, name: str, grid: int | Sequence[int], block: int, args: Sequence[Argument], shared: int = 0
+    ) -> None:
+        unit = next(unit for unit in self._units if name in unit.kernels)
+        self._check(unit, name, args)
+        self.launched.append(name)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in args if isinstance(t, Tensor)}
+        copies = {at: unit.library.emulator_allocate(s.nbytes()) for at, s in storages.items() if s.nbytes()}
+        regions = (Region * len(copies))()
+        for region, (at, base) in zip(regions, copies.items(), strict=True):
+            ctypes.memmove(base, at, storages[at].nbytes())
+            region.base, region.bytes, region.constant = base, storages[at].nbytes(), at in self._constants
+        moved = [_moved(arg, copies) for arg in args]
+        values, kinds = packed(moved)
+        kept = [kind(value) for value, kind in zip(values, kinds, strict=True)]
+        pointers = (ctypes.c_void_p * len(kept))(*[ctypes.addressof(value) for value in kept])
+        dims = (grid,) if isinstance(grid, int) else tuple(grid)
+        shape = (ctypes.c_uint32 * 4)(*(*dims, 1, 1)[:3], block)
+        run = getattr(unit.library, f"run_{name}")
+        error = unit.library.emulator_launch(run, pointers, shape, shared, regions, len(copies))
+        for at, base in copies.items():
+            ctypes.memmove(at, base, storages[at].nbytes())
+            unit.library.emulator_free(base, storages[at].nbytes())
+        assert error is None, f"{name}: {error.decode()}"
+
+    def _check(self, unit: Unit, name: str, args: Sequence[Argument]) -> None:
+        """The kinds of the arguments are the kernel's: a GPU would read on without a word."""
+        signature = getattr(unit.library, f"kinds_{name}")
+        signature.restype = ctypes.c_char_p
+        letters = {ctypes.c_void_p: "p", ctypes.c_int: "i", ctypes.c_longlong: "l", ctypes.c_float: "f"}
+        given = "".join(letters[kind] for kind in packed(args)[1])
+        assert given == signature().decode(), f"{name} takes {signature().decode()}, was given {given}"
+
+
+def _moved(arg: Argument, copies: dict[int, int]) -> Argument:
+    """A tensor's address within its storage's copy."""
+    if not isinstance(arg, Tensor) or not arg.untyped_storage().nbytes():
+        return arg
+    storage = arg.untyped_storage().data_ptr()
+    return _Address(copies[storage] + arg.data_ptr() - storage)
+
+
+class _Address(Int64):
+    """An address that is passed as 64 bits."""

@@ -1,0 +1,220 @@
+// Runs one kernel: fibers, barriers, and the memory that a kernel may touch at each time.
+#include "arch.cuh"
+
+#include <csetjmp>
+#include <csignal>
+#include <string>
+#include <sys/mman.h>
+#include <tuple>
+#include <type_traits>
+#include <ucontext.h>
+#include <utility>
+#include <vector>
+
+namespace emulator {
+
+constexpr size_t STACK = 256 * 1024, PAGE = 4096;
+
+struct Region {
+  u8* base;
+  size_t bytes;
+  int constant;  // weights and tables: readable at any time, never written
+};
+
+struct Fiber {
+  Thread thread;
+  ucontext_t context;
+  jmp_buf at;
+  bool started, done;
+};
+
+Thread* self;
+Dim block, grid, threads;
+u8* dynamic_shared;
+
+static std::vector<Fiber> fibers;
+static std::vector<Warp> warps;
+static std::vector<u8> stacks;
+static const Region* regions;
+static int num_regions;
+static void (*body)(void**);
+static void** arguments;
+static jmp_buf home;
+static sigjmp_buf failed;
+static std::string reason;
+static u32 current, living, barrier_arrived, barrier_done, wait_arrived;
+static bool opened;
+static u64 progress;
+
+void fail(const char* why) {
+  reason = why;
+  reason += ", block " + std::to_string(block.x) + "," + std::to_string(block.y) + " thread " +
+            std::to_string(fibers[current].thread.index.x);
+  siglongjmp(failed, 1);
+}
+
+static void on_fault(int, siginfo_t*, void*) {
+  fail(opened ? "memory outside the arguments, or a constant written" : "activations were touched before the wait");
+}
+
+static void protect(bool open) {
+  opened = open;
+  for (int r = 0; r < num_regions; ++r) {
+    const int rights = regions[r].constant ? PROT_READ : open ? PROT_READ | PROT_WRITE : PROT_NONE;
+    u8* page = reinterpret_cast<u8*>(uintptr_t(regions[r].base) / PAGE * PAGE);
+    mprotect(page, size_t(regions[r].base + regions[r].bytes - page), rights);
+  }
+}
+
+static void pause() {
+  if (_setjmp(fibers[current].at) == 0) _longjmp(home, 1);
+}
+
+void meet(u32 mask) {
+  Warp* warp = self->warp;
+  const u32 mine = self->meetings++;
+  if (++warp->arrived == u32(__builtin_popcount(mask))) {
+    warp->arrived = 0;
+    warp->finished = mine + 1;
+    ++progress;
+  }
+  while (self->warp->finished <= mine) pause();
+}
+
+static void settle_barriers() {
+  if (living == 0) return;
+  if (barrier_arrived == living) barrier_arrived = 0, ++barrier_done, ++progress;
+  if (wait_arrived == living) {
+    wait_arrived = 0;
+    protect(true);
+    ++progress;
+  }
+}
+
+void barrier() {
+  const u32 mine = self->barriers++;
+  ++barrier_arrived;
+  settle_barriers();
+  while (barrier_done <= mine) pause();
+}
+
+void wait_for_producer() {
+  if (++self->waits > 1) fail("a second wait for the producer");
+  ++wait_arrived;
+  settle_barriers();
+  while (!opened) pause();
+}
+
+static void run_thread() {
+  body(arguments);
+  if (self->waits != 1) fail("a thread ended without waiting for the producer");
+  fibers[current].done = true;
+  --living;
+  ++progress;
+  settle_barriers();
+  _longjmp(home, 1);
+}
+
+static void run_block() {
+  const u32 count = threads.x;
+  living = count;
+  barrier_arrived = barrier_done = wait_arrived = 0;
+  protect(false);
+  for (u32 t = 0; t < count; ++t) {
+    Fiber& fiber = fibers[t];
+    fiber.thread = {{t, 0, 0}, t % WARP, 0, 0, 0, &warps[t / WARP]};
+    fiber.started = fiber.done = false;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = stacks.data() + size_t(t) * STACK;
+    fiber.context.uc_stack.ss_size = STACK;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, run_thread, 0);
+  }
+  for (auto& warp : warps) warp.arrived = warp.finished = 0;
+  while (living > 0) {
+    static u64 before;
+    before = progress;
+    for (current = 0; current < count; ++current) {
+      if (fibers[current].done) continue;
+      self = &fibers[current].thread;
+      if (_setjmp(home) == 0) {
+        if (fibers[current].started) _longjmp(fibers[current].at, 1);
+        fibers[current].started = true;
+        setcontext(&fibers[current].context);
+      }
+    }
+    if (progress == before) fail("threads wait for each other");
+  }
+}
+
+template <class... A, size_t... I>
+void apply(void (*kernel)(A...), void** from, std::index_sequence<I...>) {
+  kernel(*static_cast<std::remove_cv_t<A>*>(from[I])...);
+}
+template <class... A>
+void apply(void (*kernel)(A...), void** from) {
+  apply(kernel, from, std::index_sequence_for<A...>{});
+}
+
+// One letter an argument: pointer, 32-bit integer, 64-bit integer, fp32.
+template <class... A>
+std::string kinds(void (*)(A...)) {
+  return std::string{(std::is_pointer_v<A> ? 'p' : std::is_floating_point_v<A> ? 'f' : sizeof(A) == 8 ? 'l' : 'i')...};
+}
+
+}  // namespace emulator
+
+// Memory whose end is the end of a page, with a closed page behind it.
+extern "C" u8* emulator_allocate(size_t bytes) {
+  using namespace emulator;
+  const size_t size = (bytes + PAGE - 1) / PAGE * PAGE;
+  u8* pages = static_cast<u8*>(mmap(nullptr, size + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  mprotect(pages + size, PAGE, PROT_NONE);
+  return pages + (size - bytes) / 16 * 16;
+}
+
+extern "C" void emulator_free(u8* base, size_t bytes) {
+  using namespace emulator;
+  const size_t size = (bytes + PAGE - 1) / PAGE * PAGE;
+  munmap(reinterpret_cast<u8*>(uintptr_t(base) / PAGE * PAGE), size + PAGE);
+}
+
+// dims: grid x, y, z and threads. Returns what went wrong, or null.
+extern "C" const char* emulator_launch(
+    void (*body)(void**), void** arguments, const u32* dims, u32 shared, const emulator::Region* regions, int count) {
+  using namespace emulator;
+  static std::vector<u8> shared_memory;
+  grid = {dims[0], dims[1], dims[2]};
+  threads = {dims[3], 1, 1};
+  emulator::body = body, emulator::arguments = arguments, emulator::regions = regions, num_regions = count;
+  fibers.resize(threads.x);
+  warps.resize((threads.x + WARP - 1) / WARP);
+  if (stacks.size() < threads.x * STACK) stacks.resize(threads.x * STACK);
+  shared_memory.assign(shared + 16, 0xff);
+  dynamic_shared = shared_memory.data() + (-uintptr_t(shared_memory.data()) & 15);
+  reason.clear();
+  struct sigaction handler = {}, old_segv, old_bus;
+  handler.sa_sigaction = on_fault;
+  handler.sa_flags = SA_SIGINFO | SA_NODEFER;
+  sigaction(SIGSEGV, &handler, &old_segv);
+  sigaction(SIGBUS, &handler, &old_bus);
+  if (sigsetjmp(failed, 1) == 0) {
+    for (block.z = 0; block.z < grid.z; ++block.z)
+      for (block.y = 0; block.y < grid.y; ++block.y)
+        for (block.x = 0; block.x < grid.x; ++block.x) run_block();
+  }
+  sigaction(SIGSEGV, &old_segv, nullptr);
+  sigaction(SIGBUS, &old_bus, nullptr);
+  for (int r = 0; r < num_regions; ++r) {
+    u8* page = reinterpret_cast<u8*>(uintptr_t(regions[r].base) / PAGE * PAGE);
+    mprotect(page, size_t(regions[r].base + regions[r].bytes - page), PROT_READ | PROT_WRITE);
+  }
+  return reason.empty() ? nullptr : reason.c_str();
+}
+
+#define EMULATED(NAME)                                                            \
+  extern "C" void run_##NAME(void** from) { emulator::apply(NAME, from); }        \
+  extern "C" const char* kinds_##NAME() {                                         \
+    static const std::string kinds = emulator::kinds(NAME);                       \
+    return kinds.c_str();                                                         \
+  }

@@ -1,0 +1,113 @@
+"""Every CUDA source compiles for every architecture, without a GPU; and the cache of compiled kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ling_kernels import KernelError, load
+from ling_kernels.cuda import compile as compiling
+from ling_kernels.cuda.driver import Int64, packed, read_properties
+
+SPILLS = re.compile(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads", re.DOTALL)
+SMALL = '#include "h.cuh"\nextern "C" __global__ void small(float* x) { x[threadIdx.x] = FACTOR; }\n'
+
+
+@pytest.mark.parametrize("arch", compiling.ARCHITECTURES)
+@pytest.mark.parametrize("unit", compiling.units())
+def test_every_source_compiles_for_every_architecture(unit: str, arch: str) -> None:
+    cubin, log = compiling.compile_unit(unit, arch)
+    assert cubin.startswith(b"\x7fELF")
+    spilled = {name: (stores, loads) for name, stores, loads in SPILLS.findall(log)}
+    assert spilled, "the compiler said nothing about registers"
+    assert not {name for name, counts in spilled.items() if counts != ("0", "0")}, "registers are spilled"
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "small.cu").write_text(SMALL)
+    (folder / "h.cuh").write_text("#define FACTOR 1.0f\n")
+    monkeypatch.setattr(compiling, "SOURCES", folder)
+    return folder
+
+
+def test_what_was_compiled_is_found_again_until_something_changes(tmp_path: Path, sources: Path) -> None:
+    asked: list[tuple[str, int, int]] = []
+    cache = tmp_path / "cache"
+
+    def build(arch: str = "sm_90") -> bytes:
+        return compiling.build(arch, cache, lambda *step: asked.append(step))["small"]
+
+    first = build()
+    assert asked == [("small", 0, 1)]
+    assert build() == first
+    assert len(asked) == 1
+    assert build("sm_80") != first
+    assert len(asked) == 2
+    (sources / "h.cuh").write_text("#define FACTOR 2.0f\n")
+    assert build() != first
+    assert len(asked) == 3
+    assert sorted(p.suffix for p in cache.iterdir()) == [".cubin"] * 3  # nothing half-written is left
+
+
+def test_a_cache_that_cannot_be_written_costs_a_compilation_only(tmp_path: Path, sources: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert compiling.build("sm_90", blocked / "cache")["small"].startswith(b"\x7fELF")
+
+
+def test_a_source_that_does_not_compile_is_named(sources: Path) -> None:
+    (sources / "small.cu").write_text("this is no CUDA\n")
+    with pytest.raises(KernelError, match=r"refused small\.cu for sm_90: small\.cu\(1\): error"):
+        compiling.build("sm_90", None)
+
+
+def test_an_unknown_architecture_is_refused(sources: Path) -> None:
+    with pytest.raises(KernelError, match=r"refused small\.cu for sm_1"):
+        compiling.build("sm_1", None)
+
+
+def test_no_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(KernelError, match="NVRTC") as caught:
+        compiling.build("sm_90", None)
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_are_passed_as_the_kernels_declare_them() -> None:
+    tensor = torch.zeros(3)
+    values, kinds = packed([tensor, None, 7, 2.5, Int64(1 << 40), True])
+    assert values == (tensor.data_ptr(), 0, 7, 2.5, 1 << 40, 1)
+    pointer = ctypes.c_void_p
+    assert kinds == (pointer, pointer, ctypes.c_int, ctypes.c_float, ctypes.c_longlong, ctypes.c_int)
+
+
+def test_no_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(index: int) -> None:
+        raise RuntimeError("Found no NVIDIA driver on your system.\nCheck that you have one")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", none)
+    with pytest.raises(KernelError, match=r"no usable CUDA device: Found no NVIDIA driver on your system\.$"):
+        read_properties(0)
+
+
+def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(name="Tesla V100", major=7, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    with pytest.raises(KernelError, match="Tesla V100 is sm_70"):
+        read_properties(0)
+
+
+def test_kernels_that_no_gpu_has_run_are_not_handed_out() -> None:
+    with pytest.raises(KernelError, match="not been run on a GPU"):
+        load("cuda")
+    with pytest.raises(KernelError, match="no kernels for device 'tpu'"):
+        load("tpu")

@@ -1,0 +1,130 @@
+"""The GPU's dense kernels and their host side, run on a CPU: what a machine without a GPU can know about them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import device_checks as checks
+from device_checks import Place
+from emulator import EmulatedDevice
+from ling_kernels.cuda.dense import DenseOps, Gated
+from ling_kernels.ops import ROW_TILE, KernelError, Routing
+
+pytestmark = pytest.mark.emulated
+
+SHAPES = [(5, 8), (40, 48), (33, 136), (96, 256)]  # rows of the weight, their width
+ROWS = [1, 8, 9, 16]
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
+    return EmulatedDevice(tmp_path_factory.mktemp("emulated"), ["norm", "gemm", "moe"])
+
+
+@pytest.fixture
+def place(device: EmulatedDevice) -> Place:
+    return Place(DenseOps(device), "cpu", device.constant)
+
+
+@pytest.mark.parametrize("width", [8, 48, 256, 1544])
+def test_embedding_and_norm(place: Place, width: int) -> None:
+    checks.check_embed(place, width)
+    for rows in (1, 16):
+        checks.check_exchange_norm(place, width, rows)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("n", "width"), SHAPES)
+def test_linear(place: Place, n: int, width: int, rows: int) -> None:
+    checks.check_linear(place, n, width, rows)
+
+
+def test_linear_with_many_warps_and_many_tiles_a_block(tmp_path: Path, place: Place) -> None:
+    checks.check_linear(place, 16, 1024, 3)
+    checks.check_linear(place, 20 * 16, 32, 3)
+    assert place.ops.device.launched[-1] == "linear_8"
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+@pytest.mark.parametrize(("inner", "width"), [(20 * 8, 48), (48, 256)])
+def test_mlp(place: Place, inner: int, width: int, limit: float) -> None:
+    for rows in (1, 11):
+        checks.check_mlp(place, inner, width, limit, rows)
+
+
+@pytest.mark.parametrize(("vocab", "width"), [(64, 48), (403, 136)])
+def test_head(place: Place, vocab: int, width: int) -> None:
+    for rows in (1, 16):
+        checks.check_head(place, vocab, width, rows)
+
+
+def test_head_ties_and_errors(place: Place) -> None:
+    checks.check_head_ties_and_errors(place, 32)
+
+
+def test_a_projection_applies_the_norm_that_kda_left(place: Place) -> None:
+    heads, slices, rows = 3, 4, 5
+    o, weight = place.rand(ROW_TILE, heads * 128, seed=1), place.weight(24, heads * 128, seed=2)
+    sums = o.float().view(ROW_TILE, heads, slices, 32).square().sum(-1)
+    place.ops.gated = Gated(o, sums, 1e-6)
+    got = place.ops.linear(o, weight, rows)
+    by_head = o.float().view(ROW_TILE, heads, 128)
+    normed = (by_head * torch.rsqrt(by_head.square().mean(-1, keepdim=True) + 1e-6)).flatten(1)
+    checks.assert_near(got[:rows], (normed @ weight.float().t())[:rows], "normed projection")
+    assert place.ops.gated is None
+    checks.assert_near(place.ops.linear(o, weight, rows)[:rows], (o.float() @ weight.float().t())[:rows], "plain one")
+
+
+@pytest.mark.parametrize("gate_fp32", [False, True])
+@pytest.mark.parametrize(("experts", "chosen", "groups"), [(16, 4, 4), (64, 8, 8), (512, 8, 8), (24, 2, 1)])
+def test_router(device: EmulatedDevice, experts: int, chosen: int, groups: int, gate_fp32: bool) -> None:
+    place = Place(DenseOps(device, gate_fp32=gate_fp32), "cpu", device.constant)
+    params = checks.moe_params(place, experts, 40, 8, chosen, groups)
+    for rows in (1, 16):
+        checks.check_route(place, params, rows)
+    checks.check_route_ties(place, params)
+
+
+@pytest.mark.parametrize(("inner", "shared", "limit"), [(24, 24, 0.0), (48, 88, 1.0), (136, 16, 0.0)])
+def test_experts(place: Place, inner: int, shared: int, limit: float) -> None:
+    params = checks.moe_params(place, 16, 48, inner, 4, 4, limit, shared)
+    for rows in (1, 3, 16):
+        checks.check_experts(place, params, rows)
+    checks.check_unchosen_experts_are_dropped(place, params)
+
+
+def test_a_row_has_its_bits_to_itself(place: Place) -> None:
+    x = place.rand(ROW_TILE, 136, seed=30)
+    weight, norm = place.weight(50, 136, seed=31), place.weight(136, seed=32)
+    params = checks.moe_params(place, 16, 136, 24, 4, 4)
+    place.constant(place.ops._gate(params.gate))
+    widths = (1, 7, 8, 9, 15)
+    checks.rows_alone(lambda x, rows: place.ops.linear(x, weight, rows), x, widths, "linear")
+    checks.rows_alone(lambda x, rows: place.ops.head(x, weight, rows), x, widths, "head")
+    checks.rows_alone(lambda x, rows: place.ops.exchange_norm(x, x, norm, 1e-6, rows)[1], x, widths, "norm")
+    checks.rows_alone(lambda x, rows: place.ops.mlp(x, params.shared, rows), x, widths, "mlp")
+    checks.rows_alone(lambda x, rows: place.ops.route(x, params, rows).weights, x, widths, "router weights")
+
+    def through_experts(x: torch.Tensor, rows: int) -> torch.Tensor:
+        return place.ops.experts(x, place.ops.route(x, params, rows), params, rows)
+
+    checks.rows_alone(through_experts, x, widths, "experts")
+
+
+def test_unsupported_sizes_are_named(place: Place) -> None:
+    with pytest.raises(KernelError, match="width of a projection 12"):
+        place.ops.linear(place.rand(ROW_TILE, 12, seed=1), place.rand(5, 12, seed=2), 1)
+    with pytest.raises(KernelError, match="17 rows"):
+        place.ops.linear(place.rand(32, 16, seed=1), place.rand(5, 16, seed=2), 17)
+    routing = Routing(torch.zeros(ROW_TILE, 9, dtype=torch.int64), torch.zeros(ROW_TILE, 9))
+    with pytest.raises(KernelError, match="9 experts for a token"):
+        place.ops._plan(routing, 1)
+
+
+def test_the_emulator_sees_an_early_touch(device: EmulatedDevice, place: Place) -> None:
+    """The guard itself: a weight that was not declared one is an activation, and it is loaded before the wait."""
+    with pytest.raises(AssertionError, match="touched before the wait"):
+        place.ops.linear(place.rand(ROW_TILE, 16, seed=1), place.rand(5, 16, seed=2), 1)

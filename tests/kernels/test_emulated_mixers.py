@@ -1,0 +1,156 @@
+"""KDA, MLA, sampling and draft kernels and their host side, run on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+import device_mixers as checks
+from device_checks import Place
+from emulator import EmulatedDevice
+from ling_kernels.cuda import CudaOps
+from ling_kernels.cuda.driver import Argument
+from ling_kernels.cuda.latent import LARGE, SMALL, attend_bytes
+from ling_kernels.ops import KernelError
+
+pytestmark = pytest.mark.emulated
+
+# Arguments that a kernel reads before it waits although they are no weights: written several kernels earlier, and by
+# none that may still run. (state; keys and values below the window, positions, length)
+SETTLED = {
+    "kda_verify_sums": (6,),
+    "mla_attend_large": (3, 4),
+    "mla_attend_small": (3, 4),
+    "draft_attend": (3, 4, 5),
+}
+
+
+class SettledDevice(EmulatedDevice):
+    """Lets those, and only those, be read early; a kernel that writes one fails."""
+
+    def launch(
+        self, name: str, grid: int | Sequence[int], block: int, args: Sequence[Argument], shared: int = 0
+    ) -> None:
+        before = dict(self._constants)
+        self.constant(*[args[place] for place in SETTLED.get(name, ())])
+        try:
+            super().launch(name, grid, block, args, shared)
+        finally:
+            self._constants = before
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
+    return SettledDevice(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture
+def place(device: EmulatedDevice) -> Place:
+    return Place(CudaOps(device), "cpu", device.constant)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_kda_window_and_commit(place: Place, heads: int, rows: int) -> None:
+    checks.check_kda_window(place, heads, rows)
+
+
+def test_kda_bits_at_any_width(place: Place) -> None:
+    checks.check_kda_bits(place, 2, (3, 16))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 21])
+def test_kda_prefill(place: Place, rows: int) -> None:
+    checks.check_kda_prefill(place, 2, rows)
+
+
+def test_kda_prefill_in_parts(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ling_kernels.cuda.recurrent.PREFILL_ROWS", 8)
+    checks.check_kda_prefill(place, 1, 19)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rank", "length", "rows"),
+    [(2, 0, 0, 1), (2, 0, 126, 5), (3, 48, 70, 3), (17, 0, 65, 2), (1, 0, 191, 16), (1, 0, 4090, 9)],
+)
+@pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
+def test_mla(device: EmulatedDevice, heads: int, rank: int, length: int, rows: int, form: tuple[int, int]) -> None:
+    place = Place(with_shared(device, attend_bytes(576, 512, *form, same=True)), "cpu", device.constant)
+    checks.check_mla(place, heads, rank, length, rows)
+    assert device.launched[-3] == ("mla_attend_large" if form == LARGE else "mla_attend_small")
+
+
+def with_shared(device: EmulatedDevice, shared: int) -> CudaOps:
+    """Ops for a device that gives a block so much shared memory and no more."""
+    device.properties = replace(device.properties, shared_bytes=shared)
+    return CudaOps(device)
+
+
+def test_mla_bits_at_any_width(place: Place) -> None:
+    checks.check_mla_bits(place, 2, 123, (3, 8))
+
+
+def test_mla_bits_where_the_splits_grow(place: Place) -> None:
+    """Position 4096 is the first whose keys are split in pairs of chunks: its neighbours keep theirs."""
+    checks.check_mla_bits(place, 1, 4092, (8,))
+
+
+SAMPLINGS = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 20, 1.0), (1.3, 0, 0.8), (0.9, 40, 0.6), (1.0, 1, 1.0), (2.0, 9, 0.0)]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_verdict(place: Place, rows: int) -> None:
+    checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[0]), rows)
+
+
+@pytest.mark.parametrize("words", SAMPLINGS[1:])
+def test_verdict_of_drawn_tokens(place: Place, words: tuple[float, int, float]) -> None:
+    checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *words), 2, thorough=False)
+
+
+@pytest.mark.parametrize("words", [SAMPLINGS[0], SAMPLINGS[4]])
+def test_pick(place: Place, words: tuple[float, int, float]) -> None:
+    checks.check_pick(place, 203, checks.make_sampling(place, 203, *words))
+
+
+@pytest.mark.parametrize(("neox", "rope_dim"), [(True, 128), (False, 128), (True, 64), (False, 32)])
+def test_draft_block(place: Place, neox: bool, rope_dim: int) -> None:
+    params = checks.make_draft(place, 40, 4, 2, 8, 30, "vanilla", neox, rope_dim)
+    checks.check_draft(place, params, 70, 3, 8)
+
+
+def test_draft_with_many_heads_a_key_head(place: Place) -> None:
+    params = checks.make_draft(place, 16, 6, 1, 8, 30, "vanilla", True, 128)
+    checks.check_draft(place, params, 130, 16, 16)
+
+
+@pytest.mark.parametrize(("rank", "vocab"), [(8, 30), (64, 131), (128, 90), (200, 77), (512, 65), (1024, 40)])
+def test_markov_picks(place: Place, rank: int, vocab: int) -> None:
+    params = checks.make_draft(place, 24, 2, 1, rank, vocab, "vanilla", True, 128)
+    checks.check_markov(place, params, checks.make_sampling(place, vocab, *SAMPLINGS[0]), 3)
+
+
+@pytest.mark.parametrize("head", ["gated", "rnn"])
+@pytest.mark.parametrize("words", [SAMPLINGS[0], SAMPLINGS[3]])
+def test_markov_heads(place: Place, head: str, words: tuple[float, int, float]) -> None:
+    params = checks.make_draft(place, 24, 2, 1, 16, 50, head, True, 128)
+    checks.check_markov(place, params, checks.make_sampling(place, 50, *words), 3)
+
+
+def test_unsupported_sizes_are_named(place: Place) -> None:
+    at = checks.make_kda(place, 1, 1)
+    with pytest.raises(KernelError, match="17 rows"):
+        place.ops.kda_verify(checks.tile(at.proj), at.conv[1], at.state[1], at.params, 17)
+    with pytest.raises(KernelError, match="does not fit"):
+        place.ops.kda_verify(checks.tile(at.proj)[:, 1:], at.conv[1], at.state[1], at.params, 1)
+    params = checks.make_draft(place, 16, 1, 1, 12, 30, "vanilla", True, 128)
+    with pytest.raises(KernelError, match="Markov rank 12"):
+        checks.check_markov(place, params, checks.make_sampling(place, 30, 0, 0, 1.0), 1)
+
+
+def test_an_early_read_of_what_is_not_settled_is_seen(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(SETTLED, "kda_verify_sums")
+    with pytest.raises(AssertionError, match="touched before the wait"):
+        checks.check_kda_window(place, 1, 1)
