@@ -49,7 +49,7 @@ class Session:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("LING_", "XDG_"))}
         env.pop("NO_COLOR", None)
         env |= {"HOME": str(home), "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
-        command = ["-m", "ling_local", "chat", "--temperature", "0", "--no-think"]
+        command = ["-m", "ling_local", "chat", "--temperature", "0"]
         self.child = pexpect.spawn(sys.executable, command, env=env, dimensions=(rows, columns))
         self.screen = DimScreen(columns, rows)
         self._stream = pyte.ByteStream(self.screen)

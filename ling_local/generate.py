@@ -175,8 +175,8 @@ def _events(
         if reason is FinishReason.LENGTH:
             if reader.channel is Channel.THINKING:
                 made.append(budget.close_id)
-                yield from _joined([(Channel.THINKING, "", (budget.close_id,))])
                 yield from _joined((channel, text, ()) for channel, text in reader.push(budget.close_id))
+                yield TokenEvent("", (budget.close_id,))  # of the answer: nobody thought it
             rest = asked.max_tokens - len(made)
             asked = replace(asked, ids=(*asked.ids, *made), max_tokens=rest)
             reason = None if rest > 0 else FinishReason.LENGTH

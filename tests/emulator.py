@@ -24,6 +24,8 @@ HERE = Path(__file__).parent / "kernels" / "emulator"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 KERNEL = re.compile(r'extern "C"\s+(?:\[\[\w+\]\]\s+)?void\s+(\w+)\s*\(')
 
+ORDERS = ("in turn", "backwards", "warp by warp")
+
 
 class Region(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("constant", ctypes.c_int))
@@ -67,17 +69,20 @@ def _run(command: list[str]) -> str:
 
 
 class EmulatedDevice:
-    """Runs launches at once. constants: tensors that no kernel writes and that may be read before the wait."""
+    """Runs launches at once. order: which of ORDERS the threads of a block keep where a barrier leaves the choice."""
 
-    def __init__(self, folder: Path, names: Sequence[str] | None = None, num_sms: int = 3) -> None:
+    def __init__(
+        self, folder: Path, names: Sequence[str] | None = None, num_sms: int = 3, order: str = ORDERS[0]
+    ) -> None:
         self.properties = Properties("sm_80", num_sms, 40 * 2**20, 163 * 1024)
         self.pdl = False
+        self.order = ORDERS.index(order)
         self.launched: list[str] = []
         self._constants: dict[int, Tensor] = {}
         self._units = [build_unit(name, folder) for name in names or units()]
 
     def constant(self, *tensors: Tensor) -> None:
-        """Declare weights or tables."""
+        """Declare weights or tables: no kernel writes them, and they may be read before the wait."""
         self._constants |= {t.untyped_storage().data_ptr(): t for t in tensors}
 
     def resident(self, name: str, block: int, shared: int = 0) -> int:
@@ -100,7 +105,7 @@ class EmulatedDevice:
         kept = [kind(value) for value, kind in zip(values, kinds, strict=True)]
         pointers = (ctypes.c_void_p * len(kept))(*[ctypes.addressof(value) for value in kept])
         dims = (grid,) if isinstance(grid, int) else tuple(grid)
-        shape = (ctypes.c_uint32 * 4)(*(*dims, 1, 1)[:3], block)
+        shape = (ctypes.c_uint32 * 5)(*(*dims, 1, 1)[:3], block, self.order)
         run = getattr(unit.library, f"run_{name}")
         error = unit.library.emulator_launch(run, pointers, shape, shared, regions, len(copies))
         for at, base in copies.items():

@@ -56,7 +56,7 @@ def load_dspark(folder: Path, target: ModelConfig, dtype: torch.dtype, device: s
     entries = check_files(folder, specs, optional=DRAFT_COPIES, canonical=_canonical)
     own = [spec for spec in specs if spec.name not in DRAFT_COPIES]
     fields = fill_fields(own, entries, dtype, device)
-    params = _params(config, fields, _temperatures(folder, config).to(device))
+    params = draft_params(config, fields, _temperatures(folder, config).to(device))
     return DSpark(config, params, config.block_size)
 
 
@@ -81,7 +81,8 @@ def _temperatures(folder: Path, config: DraftConfig) -> Tensor:
     return torch.tensor(values)
 
 
-def _params(config: DraftConfig, fields: dict[str, Tensor], temperatures: Tensor) -> DraftParams:
+def draft_params(config: DraftConfig, fields: dict[str, Tensor], temperatures: Tensor) -> DraftParams:
+    """A draft's fields by name to what the ops take."""
     extra = [fields[n] for n in fields if n.startswith(("markov_gate", "markov_joint"))]
     return DraftParams(
         fields["fc"],

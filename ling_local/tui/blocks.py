@@ -157,7 +157,8 @@ def _take_line(blocks: Blocks, line: str) -> tuple[Blocks, list[Block]]:
         return blocks, []
     last = found[-1]
     done = [each.block for each in found[:-1]]
-    may_head_a_table = "|" in line and last.start == len(lines) - 1
+    is_new = not any(lines[n].strip() for n in range(last.start, len(lines) - 1))
+    may_head_a_table = is_new and "|" in line
     if last.kind == "fence" and not may_head_a_table:
         return _enter_fence(last, list(lines.after(last.start)), done)
     ended = last.kind in _ENDED_AT_ONCE and not may_head_a_table
@@ -199,9 +200,16 @@ def _in_fence(blocks: Blocks, fence: Fence, line: str) -> tuple[Blocks, list[Blo
     lines = list(blocks.lines)
     cut = _cut_at(lines)
     block = replace(blocks.opened, text="".join(lines[:cut]))
-    before = (block.before + code_of(block, fence)).split("\n")[-CONTEXT_LINES - 1 :]
-    opened = Block("", fence=fence, before="\n".join(before))
+    before = _LINE.findall(block.before + code_of(block, fence))
+    opened = Block("", fence=fence, before="".join(before[_context_start(before) :]))
     return Blocks(Grown(lines[cut:]), Grown(), opened, fence), [block]
+
+
+def _context_start(lines: Sequence[str]) -> int:
+    """Where context for the next part begins, so that it stays short: best at the margin, seldom inside a string."""
+    start = max(len(lines) - CONTEXT_LINES, 0)
+    at_margin = (n for n in range(start, len(lines)) if not lines[n][0].isspace() and not lines[n - 1].strip())
+    return next(at_margin, start) if start else 0
 
 
 def code_of(block: Block, fence: Fence) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleDimensions, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.control import Control
 from rich.segment import ControlType, Segment
 
@@ -46,7 +46,7 @@ class Pane:
             return
         head = self._take_away(columns)
         body = chain.from_iterable(_with_break(line, last=line is lines[-1]) for line in lines)
-        self._console.print(_Raw(head), *above, _Raw(body), end="", crop=False)
+        self._console.print(_Raw(head), Group(*above), _Raw(body), end="", crop=False)
         self._widths = [cell_len("".join(segment.text for segment in line)) for line in lines]
 
     def erase(self) -> None:

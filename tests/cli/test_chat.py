@@ -187,3 +187,17 @@ def test_the_demo_is_named_on_stderr_when_no_model_is_given(ling: Program) -> No
     assert done.err.count("\n") == 1
     assert "small demo model that ships with ling" in done.err
     assert ling("chat", "-p", "hi", "--no-think", "-n", "1", "-q", stdin=None).err == ""
+
+
+def test_a_thinking_budget_ends_the_thought_on_every_route(ling: Program, write_script: Write) -> None:
+    script = write_script(["a", "b", "c", "d", THINK_END, "late"], ["in time"])
+    args = ("chat", "--engine", "scripted", "-m", script, "-p", "q", "--think", "--think-budget", "2")
+    assert ling(*args, stdin=None).out == b"in time\n"
+    last = ling(*args, "--json", stdin=None).events[-1]
+    assert (last["text"], last["thinking"], last["usage"]["thinking_tokens"]) == ("in time", "ab", 2)
+
+
+def test_resume_is_for_talks(ling: Program, write_script: Write) -> None:
+    done = ling("chat", "--engine", "scripted", "-m", write_script(["x"]), "-p", "q", "--resume", "last", stdin=None)
+    assert (done.code, done.out) == (2, b"")
+    assert "--resume is for a talk" in done.err

@@ -37,6 +37,7 @@ ROOMS = {
     "engine.step": 7.8,
     "engine.capture": 7.85,
     "engine.gpu": 7.85,
+    "engine.dummy": 7.85,
     "engine.generation": 7.9,
     "engine.native": 8,
     "engine.scripted": 8,
@@ -58,7 +59,7 @@ ROOMS = {
 }
 TORCH_BEHIND = {"engine.weights", "engine.state", "engine.model", "engine.step", "engine.native", "train"}
 TORCH_BEHIND |= {"engine.drafter", "engine.drafts", "engine.dspark", "engine.nextn", "engine.generation"}
-TORCH_BEHIND |= {"engine.capture", "engine.gpu"}
+TORCH_BEHIND |= {"engine.capture", "engine.gpu", "engine.dummy"}
 MAX_LINES, MAX_FUNCTION = 400, 80
 
 

@@ -9,7 +9,7 @@ import torch
 
 import device_checks as checks
 from device_checks import Place
-from emulator import EmulatedDevice
+from emulator import ORDERS, EmulatedDevice
 from ling_kernels.cuda.dense import DenseOps, Gated
 from ling_kernels.ops import ROW_TILE, KernelError, Routing
 
@@ -112,6 +112,33 @@ def test_a_row_has_its_bits_to_itself(place: Place) -> None:
         return place.ops.experts(x, place.ops.route(x, params, rows), params, rows)
 
     checks.rows_alone(through_experts, x, widths, "experts")
+
+
+def all_results(machine: EmulatedDevice) -> list[torch.Tensor]:
+    """What every kernel of this file leaves, for 11 rows."""
+    place, rows = Place(DenseOps(machine), "cpu", machine.constant), 11
+    params = checks.moe_params(place, 64, 136, 40, 8, 8)
+    place.constant(place.ops._gate(params.gate))
+    x, norm, weight = place.rand(ROW_TILE, 136, seed=40), place.weight(136, seed=41), place.weight(300, 136, seed=42)
+    total, h = place.ops.exchange_norm(x, x, norm, 1e-6, rows)
+    routing = place.ops.route(h, params, rows)
+    out, mlp = place.ops.experts(h, routing, params, rows), place.ops.mlp(h, params.shared, rows)
+    projected, logits = place.ops.linear(h, weight, rows), place.ops.head(h, weight, rows)
+    _, values, ids, _ = place.ops.candidates
+    rowwise = (total, h, routing.experts, routing.weights, out, mlp, projected, logits)
+    return [*(t[:rows] for t in rowwise), values[:, :rows], ids[:, :rows]]
+
+
+@pytest.mark.parametrize("order", ORDERS[1:])
+def test_the_order_of_threads_changes_nothing(tmp_path: Path, order: str) -> None:
+    """What a missing barrier would change."""
+    names, folders = ["norm", "gemm", "moe"], [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    # few multiprocessors: blocks go from tile to tile
+    wanted = all_results(EmulatedDevice(folders[0], names, num_sms=1))
+    for got, want in zip(all_results(EmulatedDevice(folders[1], names, num_sms=1, order=order)), wanted, strict=True):
+        checks.assert_bits(got.float(), want.float(), "results")
 
 
 def test_unsupported_sizes_are_named(place: Place) -> None:

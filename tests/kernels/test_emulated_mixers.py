@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,34 +10,11 @@ import device_mixers as checks
 from device_checks import Place
 from emulator import EmulatedDevice
 from ling_kernels.cuda import CudaOps
-from ling_kernels.cuda.driver import Argument
 from ling_kernels.cuda.latent import LARGE, SMALL, attend_bytes
 from ling_kernels.ops import KernelError
+from settled import SETTLED, SettledDevice
 
 pytestmark = pytest.mark.emulated
-
-# Arguments that a kernel reads before it waits although they are no weights: written several kernels earlier, and by
-# none that may still run. (state; keys and values below the window, positions, length)
-SETTLED = {
-    "kda_verify_sums": (6,),
-    "mla_attend_large": (3, 4),
-    "mla_attend_small": (3, 4),
-    "draft_attend": (3, 4, 5),
-}
-
-
-class SettledDevice(EmulatedDevice):
-    """Lets those, and only those, be read early; a kernel that writes one fails."""
-
-    def launch(
-        self, name: str, grid: int | Sequence[int], block: int, args: Sequence[Argument], shared: int = 0
-    ) -> None:
-        before = dict(self._constants)
-        self.constant(*[args[place] for place in SETTLED.get(name, ())])
-        try:
-            super().launch(name, grid, block, args, shared)
-        finally:
-            self._constants = before
 
 
 @pytest.fixture(scope="module")

@@ -684,3 +684,24 @@ def test_two_thousand_tokens_a_second_are_not_slowed_by_the_screen(talk: Start) 
     seen.ask("go")
     figures = next(line for line in seen.lines if "TPOT" in line)
     assert float(figures.split("TPOT ")[1].split()[0]) == pytest.approx(0.5, rel=0.1)
+
+
+def test_flags_beat_variables(talk: Start, ling: Program) -> None:
+    plain = talk(["x"], env={"LING_PLAIN": "1"})
+    plain.until(lambda s: s.visible[-1] == "›").send("/exit\n")
+    assert plain.ended() == 0
+    assert b"\x1b[?25l" not in plain.raw
+    screen = talk(["ANSWER"], args=("--no-think", "--screen"), env={"LING_PLAIN": "1", "LING_HISTORY": "0"})
+    assert "ANSWER" in screen.ask("q")
+    assert b"\x1b[?25l" in screen.raw
+    assert screen.leave() == 0
+    assert state_files(ling) == []
+    kept = talk(["x"], args=("--no-think", "--history"), env={"LING_HISTORY": "0"})
+    kept.ask("q")
+    assert len(state_files(ling)) == 2
+
+
+def test_a_plain_talk_has_no_resume(talk: Start) -> None:
+    seen = talk(["x"], args=("--plain", "--resume", "last"))
+    assert seen.ended() == 2
+    assert "--resume needs the chat screen" in seen.text

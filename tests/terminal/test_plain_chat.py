@@ -225,7 +225,7 @@ def test_thinking_is_shown_and_told_apart(talk) -> None:
 
 def test_a_full_terminal_has_a_line_editor_and_is_left_as_it_was(ling: Program, write_script: Write) -> None:
     script = write_script(["answer"])
-    child = watch(ling, "chat", "--engine", "scripted", "-m", script, "--no-think")
+    child = watch(ling, "chat", "--plain", "--engine", "scripted", "-m", script, "--no-think")
     child.expect_exact("› ".encode())
     child.sendline("哈哈哈\x7f\x7f\x7fx")
     child.expect_exact(b"answer")
@@ -261,7 +261,7 @@ def test_json_without_a_prompt_is_refused_on_a_terminal(ling: Program, write_scr
 
 def test_a_terminal_that_goes_away_leaves_no_process(ling: Program, write_script: Write) -> None:
     script = write_script([{"tokens": ["word "], "repeat": 100_000, "delay_ms": 5}])
-    child = watch(ling, "chat", "--engine", "scripted", "-m", script, "--no-think")
+    child = watch(ling, "chat", "--plain", "--engine", "scripted", "-m", script, "--no-think")
     child.expect_exact("› ".encode())
     child.sendline("go")
     child.expect_exact(b"word word")

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 
 from ling_local.text.clean import visible
 from ling_local.tui.blocks import Block
@@ -72,6 +73,15 @@ def whole(source: str, width: int, colour: bool = True) -> str:
     return printed([Block(source)] if source.strip() else [], width, colour)
 
 
+def cells(output: str) -> list[tuple[str, str]]:
+    """Each character with its colour."""
+    console, result = Console(), []
+    for line in output.split("\n"):
+        text = Text.from_ansi(line)
+        result += [(char, str(text.get_style_at_offset(console, at))) for at, char in enumerate(text.plain)]
+    return result
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("source", [DOCUMENT, *SOURCES])
 def test_blocks_one_after_the_other_are_the_full_render(source: str, width: int) -> None:
@@ -84,15 +94,28 @@ def test_blocks_of_any_text_are_its_full_render(source: str, width: int) -> None
     assert printed(one_by_one(source), width) == whole(source, width)
 
 
+def python_functions(number: int) -> list[str]:
+    lines = []
+    for index in range(number):
+        lines += [f"def f{index}(x):", '    """Say', "", "    if", "", "    not", '    more."""']
+        lines += [f"    return {index}", ""]
+    return lines
+
+
 def test_parts_of_a_long_fence_are_coloured_as_the_whole() -> None:
-    lines = ['"""Module.', "", "Its docstring has a blank line", "", '"""', ""]
-    for number in range(60):
-        lines += [f"def f{number}(x):", '    """Say', "", '    more."""', f"    return x + {number}  # yes", "", ""]
-    source = "```python\n" + "\n".join(lines) + "\n```\n\ntext\n"
+    """Context that is cut short begins at the margin, where nothing is open."""
+    source = "```python\n" + "\n".join(python_functions(150)) + "\n```\n\ntext\n"
     blocks = one_by_one(source)
-    assert len(blocks) > 10
-    # context reaches 300 lines back; the repeated functions look the same from anywhere within it
+    assert len(blocks) > 25
     assert printed(blocks, 80) == whole(source, 80)
+
+
+def test_a_part_that_begins_inside_a_string_is_coloured_as_one() -> None:
+    docstring = ['"""Module.', "", *["A docstring that goes on and on.", "for, while, if", ""] * 30, '"""', ""]
+    source = "```python\n" + "\n".join([*docstring, *python_functions(20)]) + "\n```\n"
+    blocks = one_by_one(source)
+    assert "for, while, if" in blocks[1].text
+    assert cells(printed(blocks, 80)) == cells(whole(source, 80))
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,8 @@ class DenseOps:
         if not 1 <= rows <= ROW_TILE:
             raise KernelError(f"{rows} rows: a window has 1 to {ROW_TILE}")
         _width("width of a projection", width)
+        if args[0].dtype != torch.bfloat16:
+            raise KernelError(f"activations in {args[0].dtype}: the kernels compute in bfloat16")
         warps = warps_for(tiles, width, self.device.properties.num_sms)
         per, blocks = self._deal(name, tiles, width, rows)
         self.device.launch(_named(name, rows), blocks, warps * 32, [*args, per], sums_bytes(warps, rows))

@@ -9,8 +9,10 @@ from __future__ import annotations
 CHUNK, DEPTH, PITCH = 32, 4, 20  # as in gemm.cuh
 CHUNK_BYTES = 16 * CHUNK * 2
 MAX_WARPS = 16
+# With 128 registers a thread, the most that the kernels use, a multiprocessor holds this many warps.
+WARPS_PER_SM = 16
 # Bytes that should be on their way per multiprocessor: 4.3 TB/s x 0.8 us / 132 is 26 KB at least; more hides the ramp.
-IN_FLIGHT = 64 * 1024
+IN_FLIGHT = 48 * 1024
 
 
 def num_chunks(width: int) -> int:
@@ -20,25 +22,31 @@ def num_chunks(width: int) -> int:
 def warps_for(tiles: int, width: int, num_sms: int) -> int:
     """Warps of a block that owns whole tiles of 16 rows of [.., width].
 
-    Enough for IN_FLIGHT bytes with all tiles at work, then the fewest that leave no slot of the last batch empty.
+    Weighed: slots of the last batch that stay empty, bytes in flight, tiles that a block takes one after another.
     """
     chunks = num_chunks(width)
-    wanted = -(-IN_FLIGHT * num_sms // (tiles * DEPTH * CHUNK_BYTES))
-    most = min(MAX_WARPS, max(1, chunks // 2))
-    wanted = min(max(wanted, min(4, most)), most)
-    return min(range(wanted, most + 1), key=lambda warps: (_padded(chunks, warps * DEPTH), warps))
+
+    def cost(warps: int) -> tuple[float, int, int]:
+        per = tiles_per_block(tiles, num_sms * (WARPS_PER_SM // warps))
+        blocks = -(-tiles // per)
+        flying = blocks * min(warps * DEPTH, chunks) * CHUNK_BYTES / num_sms
+        wasted = _padded(chunks, warps * DEPTH) / chunks
+        return round(wasted * max(1.0, IN_FLIGHT / flying), 3), abs(warps - DEPTH), warps
+
+    return min(range(1, min(MAX_WARPS, chunks) + 1), key=cost)
 
 
 def warps_for_down(tiles: int, widths: tuple[int, ...], num_sms: int) -> int:
-    """The same for a block that walks several matrices of the given widths without a barrier between them."""
-    wanted = -(-IN_FLIGHT * num_sms // (tiles * DEPTH * CHUNK_BYTES))
-    most = min(MAX_WARPS, max(num_chunks(width) for width in widths))
-    wanted = min(max(wanted, min(4, most)), most)
+    """The same for a block that walks several matrices of the given widths without a barrier between them: a chunk of
+    each warp at a time, DEPTH of them ahead over the seams."""
+    chunks = [num_chunks(width) for width in widths]
 
-    def cost(warps: int) -> tuple[int, int]:
-        return sum(_padded(num_chunks(width), warps) for width in widths), -warps
+    def cost(warps: int) -> tuple[float, int]:
+        flying = tiles * warps * DEPTH * CHUNK_BYTES / num_sms
+        wasted = sum(_padded(count, warps) for count in chunks) / sum(chunks)
+        return round(wasted * max(1.0, IN_FLIGHT / flying), 3), warps
 
-    return min(range(-(-wanted // 2), most + 1), key=cost)
+    return min(range(1, min(MAX_WARPS, max(chunks)) + 1), key=cost)
 
 
 def tiles_per_block(tiles: int, slots: int) -> int:

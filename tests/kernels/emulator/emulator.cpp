@@ -15,6 +15,9 @@ namespace emulator {
 
 constexpr size_t STACK = 256 * 1024, PAGE = 4096;
 
+// Where a barrier leaves the choice: threads in turn, the last one first, or each warp as far as it gets.
+enum Order : u32 { IN_TURN, BACKWARDS, WARP_BY_WARP };
+
 struct Region {
   u8* base;
   size_t bytes;
@@ -42,7 +45,7 @@ static void** arguments;
 static jmp_buf home;
 static sigjmp_buf failed;
 static std::string reason;
-static u32 current, living, barrier_arrived, barrier_done, wait_arrived;
+static u32 order, current, start, turn, living, barrier_arrived, barrier_done, wait_arrived;
 static bool opened;
 static u64 progress;
 
@@ -115,6 +118,18 @@ static void run_thread() {
   _longjmp(home, 1);
 }
 
+// Let a thread run until it meets others.
+static void resume(u32 thread) {
+  current = thread;
+  if (fibers[current].done) return;
+  self = &fibers[current].thread;
+  if (_setjmp(home) == 0) {
+    if (fibers[current].started) _longjmp(fibers[current].at, 1);
+    fibers[current].started = true;
+    setcontext(&fibers[current].context);
+  }
+}
+
 static void run_block() {
   const u32 count = threads.x;
   living = count;
@@ -134,14 +149,16 @@ static void run_block() {
   while (living > 0) {
     static u64 before;
     before = progress;
-    for (current = 0; current < count; ++current) {
-      if (fibers[current].done) continue;
-      self = &fibers[current].thread;
-      if (_setjmp(home) == 0) {
-        if (fibers[current].started) _longjmp(fibers[current].at, 1);
-        fibers[current].started = true;
-        setcontext(&fibers[current].context);
+    if (order == WARP_BY_WARP) {
+      for (start = 0; start < count; start += WARP) {
+        static u64 since;
+        do {
+          since = progress;
+          for (turn = start; turn < start + WARP && turn < count; ++turn) resume(turn);
+        } while (progress != since);
       }
+    } else {
+      for (turn = 0; turn < count; ++turn) resume(order == BACKWARDS ? count - 1 - turn : turn);
     }
     if (progress == before) fail("threads wait for each other");
   }
@@ -179,13 +196,15 @@ extern "C" void emulator_free(u8* base, size_t bytes) {
   munmap(reinterpret_cast<u8*>(uintptr_t(base) / PAGE * PAGE), size + PAGE);
 }
 
-// dims: grid x, y, z and threads. Returns what went wrong, or null.
+// dims: grid x, y, z, threads, and their order, on which what a kernel leaves must not depend.
+// Returns what went wrong, or null.
 extern "C" const char* emulator_launch(
     void (*body)(void**), void** arguments, const u32* dims, u32 shared, const emulator::Region* regions, int count) {
   using namespace emulator;
   static std::vector<u8> shared_memory;
   grid = {dims[0], dims[1], dims[2]};
   threads = {dims[3], 1, 1};
+  order = dims[4];
   emulator::body = body, emulator::arguments = arguments, emulator::regions = regions, num_regions = count;
   fibers.resize(threads.x);
   warps.resize((threads.x + WARP - 1) / WARP);

@@ -1,0 +1,146 @@
+"""The whole decode step of a published shape with random weights: unprofiled medians, then a table by kernel.
+
+python kernels/bench/step.py                         # tiny, 1 and 9 rows after 8,192 tokens, and an 8,192-token prefill
+python kernels/bench/step.py --draft                 # with the 3-layer DSpark draft at the end of the step
+python kernels/bench/step.py --model flash --shard 4 # one rank of four, without exchange
+python kernels/bench/step.py --breakdown             # microseconds by kernel of one step
+
+Weights are random: times are real, texts and acceptance are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import ling_kernels
+from ling_kernels.cuda import CudaOps
+from ling_local.engine import dummy
+from ling_local.engine.capture import CapturedStep
+from ling_local.engine.dspark import DSpark
+from ling_local.engine.model import forward
+from ling_local.engine.state import SequenceState
+from ling_local.engine.step import step
+from ling_local.engine.weights import Weights
+from ling_local.types import SamplingParams
+
+RUNS, STEPS = 5, 40
+
+
+def begin(state: SequenceState, context: int) -> None:
+    """As if `context` tokens had been through the model, and without end."""
+    state.reserve(context + 2048)
+    state.begin(context, 1, 1 << 40, [], SamplingParams(temperature=0.0))
+
+
+def milliseconds(run: Callable[[], None]) -> tuple[float, float]:
+    """Of one run: on the GPU by events, and as the caller sees it with three runs under way; medians of RUNS series."""
+    on_gpu, seen = [], []
+    for _ in range(RUNS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(STEPS):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        on_gpu.append(start.elapsed_time(end) / STEPS)
+        done = [torch.cuda.Event() for _ in range(3)]
+        clock = time.perf_counter()
+        for number in range(STEPS):
+            if number >= len(done):
+                done[number % len(done)].synchronize()
+            run()
+            done[number % len(done)].record()
+        torch.cuda.synchronize()
+        seen.append(1000 * (time.perf_counter() - clock) / STEPS)
+    return statistics.median(on_gpu), statistics.median(seen)
+
+
+def time_steps(
+    ops: CudaOps, weights: Weights, state: SequenceState, drafter: DSpark | None, args: argparse.Namespace
+) -> None:
+    captured = CapturedStep(step)
+    following = drafter.block if drafter else 0
+    for rows in args.rows:
+        begin(state, args.context)
+        captured(ops, weights, state, drafter, rows, following)  # warm-up and capture
+        begin(state, args.context)
+        on_gpu, seen = milliseconds(lambda rows=rows: captured(ops, weights, state, drafter, rows, following))
+        what = f"{rows} rows" + (f" and {following} drafts" if following else "")
+        print(f"| {what} | {on_gpu:.3f} ms on the GPU | {seen:.3f} ms seen by the caller |", flush=True)
+        if args.breakdown:
+            breakdown(lambda rows=rows: captured(ops, weights, state, drafter, rows, following))
+
+
+def breakdown(run: Callable[[], None], steps: int = 5) -> None:
+    """Launches and microseconds by kernel of one step; profiled, so a little slower than it is."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            run()
+        torch.cuda.synchronize()
+    print("\n| kernel | launches | us |\n| --- | ---: | ---: |")
+    rows = [(e.key, e.count / steps, e.device_time_total / steps) for e in profile.key_averages()]
+    for key, count, total in sorted(rows, key=lambda row: -row[2])[:40]:
+        print(f"| {key[:70]} | {count:.0f} | {total:.1f} |")
+    print(f"| all | {sum(r[1] for r in rows):.0f} | {sum(r[2] for r in rows):.1f} |\n")
+
+
+def time_prefill(ops: CudaOps, weights: Weights, state: SequenceState, tokens: int, chunk: int) -> None:
+    ids = torch.randint(0, weights.config.vocab_size, (tokens,), device="cuda")
+    spans = []
+    for _ in range(3):
+        state.rewind()
+        torch.cuda.synchronize()
+        clock = time.perf_counter()
+        for first in range(0, tokens, chunk):
+            positions = torch.arange(first, min(first + chunk, tokens), device="cuda")
+            forward(ops, weights, state, ids[first : first + chunk], positions, None)
+        torch.cuda.synchronize()
+        spans.append(1000 * (time.perf_counter() - clock))
+    finite = bool(state.recurrent.isfinite().all() & state.latent.isfinite().all())
+    print(f"| prefill of {tokens} tokens in chunks of {chunk} | {min(spans):.1f} ms | state finite: {finite} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=dummy.MODELS, default="tiny")
+    parser.add_argument("--shard", type=int, default=1, help="compute one rank's part of so many, without exchange")
+    parser.add_argument("--layers", type=int, default=0, help="cut the depth")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 9])
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--prefill", type=int, default=8192, help="tokens; 0: none")
+    parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--draft", action="store_true")
+    parser.add_argument("--breakdown", action="store_true")
+    parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--clusters", action="store_true", help="norm inside the KDA kernel")
+    parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
+    args = parser.parse_args()
+    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl, allow_untested=True)
+    ops.clusters = args.clusters
+    config = dummy.shard_of(dummy.MODELS[args.model], args.shard)
+    if args.layers:
+        config = replace(config, num_layers=args.layers)
+    with torch.inference_mode():
+        weights = dummy.dummy_weights(config, torch.bfloat16, "cuda")
+        drafter = dummy.dummy_draft(dummy.draft_for(config), torch.bfloat16, "cuda") if args.draft else None
+        room = max(args.context, args.prefill) + 20_000
+        state = SequenceState(config, room, torch.bfloat16, "cuda", config.vocab_size)
+        if drafter:
+            drafter.attach(state, weights)
+        print(
+            f"DUMMY weights, {args.model}, shard {args.shard}, {config.num_layers} layers, after {args.context} tokens"
+        )
+        time_steps(ops, weights, state, drafter, args)
+        if args.prefill:
+            time_prefill(ops, weights, state, args.prefill, args.chunk)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The host's side of a GPU, without one: captured steps with a stand-in for graphs, and whether a context fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoints import write_checkpoint
+from ling_local.engine import gpu
+from ling_local.engine.capture import CapturedStep
+from ling_local.engine.native import NativeEngine
+from ling_local.engine.state import SequenceState
+from ling_local.engine.step import step
+from ling_local.errors import OutOfMemory, UsageError
+from ling_local.types import SamplingParams, TokenRequest
+from parity import assert_bits
+
+PROMPT = (5, 9, 2, 7)
+
+
+class FakeGraph:
+    """Replays by running again what was run while it was captured."""
+
+    def __init__(self) -> None:
+        self.run: Callable[[], None] | None = None
+
+    def replay(self) -> None:
+        self.run()
+
+
+class FakeCuda:
+    """torch.cuda for CapturedStep: a capture leaves no trace in the state, as a real one computes nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.last: Callable[[], None] | None = None
+        self.captures = 0
+        self.state: SequenceState | None = None
+        stream = type("Stream", (), {"wait_stream": lambda self, other: None})
+        monkeypatch.setattr(torch.cuda, "Stream", stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream())
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    def step(self, *args) -> None:
+        self.last = lambda: step(*args)
+        step(*args)
+
+    @contextmanager
+    def graph(self, graph: FakeGraph, pool: object) -> Iterator[None]:
+        assert pool == (0, 1)
+        tensors = [value for value in vars(self.state).values() if isinstance(value, Tensor)]
+        kept = [value.clone() for value in tensors]
+        yield
+        for value, before in zip(tensors, kept, strict=True):
+            value.copy_(before)
+        graph.run = self.last
+        self.captures += 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "m", seed=8)
+
+
+def texts(engine: NativeEngine, params: SamplingParams) -> list[int]:
+    request = TokenRequest(PROMPT, sampling=params, max_tokens=12)
+    return [token for result in engine.generate(request) for token in result.ids]
+
+
+def test_a_captured_step_gives_the_text_and_state_of_the_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, captured = NativeEngine.load(folder, draft="mtp"), NativeEngine.load(folder, draft="mtp")
+    fake = FakeCuda(monkeypatch)
+    fake.state = captured._state
+    captured.step = CapturedStep(fake.step)
+    for params in (SamplingParams(temperature=0.0), SamplingParams(1.0, 20, 0.9, 4), SamplingParams(temperature=0.0)):
+        assert texts(captured, params) == texts(plain, params)
+        for name in ("recurrent", "conv", "length", "anchor", "mtp_hidden"):
+            assert_bits(getattr(captured._state, name), getattr(plain._state, name), name)
+    first = fake.captures
+    assert 2 <= first <= 8  # greedy and sampled, with and without drafts, each width once
+    texts(captured, SamplingParams(temperature=0.0))
+    assert fake.captures <= first + 2
+
+
+def test_another_state_gets_graphs_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = NativeEngine.load(folder)
+    fake = FakeCuda(monkeypatch)
+    captured = CapturedStep(fake.step)
+    for state in (engine._state, engine.new_state(32), engine._state):
+        fake.state = state
+        with torch.inference_mode():
+            captured(engine.ops, engine.weights, state, None, 1, 0)
+            captured(engine.ops, engine.weights, state, None, 1, 0)
+    assert fake.captures == 3
+
+
+def test_a_context_is_cut_to_what_fits_unless_it_was_asked_for(folder: Path) -> None:
+    weights = NativeEngine.load(folder).weights
+    room = gpu.WORKING_BYTES + gpu.state_bytes(weights, None, 50_000)
+    assert gpu.fitting_context(weights, None, 40_000, room, asked=True) == 40_000
+    fits = gpu.fitting_context(weights, None, 90_000, room, asked=False)
+    assert 49_000 < fits <= 50_200
+    assert gpu.state_bytes(weights, None, fits) <= room - gpu.WORKING_BYTES
+    with pytest.raises(OutOfMemory, match="context of 90000 tokens") as caught:
+        gpu.fitting_context(weights, None, 90_000, room, asked=True)
+    assert f"--ctx {fits} or less" in caught.value.hint
+    with pytest.raises(OutOfMemory, match="are free beside the weights"):
+        gpu.fitting_context(weights, None, 90_000, gpu.WORKING_BYTES, asked=False)
+
+
+def test_a_state_for_nothing_allocates_nothing_and_counts_every_tensor(folder: Path) -> None:
+    engine = NativeEngine.load(folder, draft="mtp", context=300)
+    held = sum(value.nbytes for value in vars(engine._state).values() if isinstance(value, Tensor))
+    assert gpu.state_bytes(engine.weights, engine.drafter, 300) == held
+
+
+def test_kernels_that_no_gpu_has_run_are_refused(folder: Path) -> None:
+    with pytest.raises(UsageError, match="have not been run on a GPU yet") as caught:
+        NativeEngine.load(folder, "cuda", "bfloat16")
+    assert caught.value.hint == "use --device cpu"

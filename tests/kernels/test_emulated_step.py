@@ -1,0 +1,109 @@
+"""The whole decode step on the GPU's kernels, run on a CPU: the engine as it is, with other ops."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from checkpoints import write_checkpoint, write_draft
+from device_checks import assert_near
+from ling_kernels.cuda import CudaOps
+from ling_local.engine.native import NativeEngine
+from ling_local.types import SamplingParams, StepResult, TokenRequest
+from parity import assert_bits
+from settled import SettledDevice
+
+pytestmark = pytest.mark.emulated
+
+# the sizes that the kernels know, and little of everything else
+SHAPE: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": 192,
+    "rotary_dim": 64,
+    "v_head_dim": 128,
+    "expert_swiglu_limit_list": [0, 4],
+    "share_expert_swiglu_limit_list": [0, 5],
+}
+IDS = tuple((7 * i + 3) % 128 for i in range(9))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_checkpoint(tmp_path_factory.mktemp("model"), seed=5, **SHAPE)
+    changes = {"head_dim": 128, "num_attention_heads": 1, "num_key_value_heads": 1, "target_layer_ids": [0, 1]}
+    write_draft(folder / "dspark", folder, block_size=4, **changes)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> SettledDevice:
+    return SettledDevice(tmp_path_factory.mktemp("emulated"))
+
+
+def tensors_of(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name))
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def emulated(folder: Path, device: SettledDevice, draft: str = "off") -> NativeEngine:
+    engine = NativeEngine.load(folder, dtype="bfloat16", draft=draft, context=64)
+    engine.ops = CudaOps(device)
+    device.constant(*tensors_of(engine.weights), *tensors_of(getattr(engine.drafter, "params", None)))
+    device.constant(engine._state.rope)
+    gates = [layer.mlp.gate for layer in engine.weights.layers if hasattr(layer.mlp, "gate")]
+    if engine.weights.mtp:
+        gates.append(engine.weights.mtp.layer.mlp.gate)
+    device.constant(*[engine.ops._gate(gate) for gate in gates])
+    return engine
+
+
+def test_logits_are_the_references_and_do_not_depend_on_the_window(folder: Path, device: SettledDevice) -> None:
+    engine = emulated(folder, device)
+    state = engine.new_state
+    engine.new_state = lambda context: _declared(device, state(context))
+    alone = engine.score(IDS, window=1)
+    want = NativeEngine.load(folder, dtype="bfloat16").score(IDS, window=1)
+    assert_near(alone, want, "logits", 3e-2)  # two layers of bf16, rounded in other places
+    assert_bits(engine.score(IDS, window=4), alone, "logits in windows of 4")
+    assert_bits(engine.score(IDS, window=9), alone, "logits in a window of 9")
+
+
+def _declared(device: SettledDevice, state: Any) -> Any:
+    device.constant(state.rope)
+    return state
+
+
+GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(0.8, 30, 0.9, 3)
+
+
+@pytest.mark.parametrize(("draft", "params"), [("dspark", GREEDY), ("dspark", SAMPLED), ("mtp", GREEDY)])
+def test_drafts_change_no_token(folder: Path, device: SettledDevice, draft: str, params: SamplingParams) -> None:
+    engine = emulated(folder, device, draft)
+    if draft == "dspark":
+        device.constant(engine._state.draft_rope)
+    plain = run(engine, params, drafts=False)  # long enough that steps without drafts are timed, and drafting begins
+    speculated = run(engine, params, drafts=True)
+    assert any(result.drafted for result in speculated)
+    assert [token for result in speculated for token in result.ids] == [t for result in plain for t in result.ids]
+
+
+def run(engine: NativeEngine, params: SamplingParams, drafts: bool) -> list[StepResult]:
+    return list(engine.generate(TokenRequest(IDS, sampling=params, max_tokens=5, draft=drafts)))

@@ -1,0 +1,73 @@
+"""How matrices are dealt out: nothing is lost, nothing depends on the rows, published shapes fill the machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ling_kernels.cuda import dense, tiles
+from ling_kernels.cuda.compile import SOURCES
+
+H200 = 132
+# tiles, width: tiny's in_proj, out_proj, expert gate_up of one row, head, router; flash's on one rank of four
+PUBLISHED = [(641, 1536), (96, 2048), (576, 1536), (9824, 1536), (321, 2560), (160, 1024), (216, 2560), (2456, 2560)]
+sizes = st.tuples(
+    st.integers(1, 20000), st.integers(1, 1000).map(lambda n: 8 * n), st.sampled_from([1, 20, 108, 132, 188])
+)
+
+
+@given(sizes)
+def test_every_chunk_of_k_belongs_to_one_warp_once(size: tuple[int, int, int]) -> None:
+    count, width, sms = size
+    warps = tiles.warps_for(count, width, sms)
+    assert 1 <= warps <= tiles.MAX_WARPS
+    chunks = tiles.num_chunks(width)
+    batches = -(-chunks // (warps * tiles.DEPTH))
+    taken = [
+        (batch * tiles.DEPTH + s) * warps + warp
+        for batch in range(batches)
+        for s in range(tiles.DEPTH)
+        for warp in range(warps)
+    ]
+    assert sorted(c for c in taken if c < chunks) == list(range(chunks))
+
+
+@given(sizes, st.integers(1, 4000))
+def test_every_tile_belongs_to_one_block(size: tuple[int, int, int], slots: int) -> None:
+    count = size[0]
+    per = tiles.tiles_per_block(count, slots)
+    blocks = -(-count // per)
+    assert blocks <= max(slots, 1)
+    owned = [tile for block in range(blocks) for tile in range(block * per, min(count, (block + 1) * per))]
+    assert owned == list(range(count))
+
+
+@pytest.mark.parametrize(("count", "width"), PUBLISHED)
+def test_published_shapes_keep_enough_on_the_way(count: int, width: int) -> None:
+    warps = tiles.warps_for(count, width, H200)
+    per = tiles.tiles_per_block(count, H200 * (tiles.WARPS_PER_SM // warps))
+    flying = -(-count // per) * min(warps * tiles.DEPTH, tiles.num_chunks(width)) * tiles.CHUNK_BYTES / H200
+    assert flying > 26 * 1024, f"{flying / 1024:.0f} KB a multiprocessor with {warps} warps, {per} tiles a block"
+    empty = -(-tiles.num_chunks(width) // (warps * tiles.DEPTH)) * warps * tiles.DEPTH / tiles.num_chunks(width)
+    assert empty < 1.2
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16])
+def test_the_sums_fit_into_what_a_block_has_without_asking(rows: int) -> None:
+    largest_static = 4096  # of linear_normed
+    assert tiles.sums_bytes(tiles.MAX_WARPS, rows) + largest_static <= 48 * 1024
+
+
+def test_python_and_cuda_agree_on_constants() -> None:
+    text = "".join(Path(path).read_text() for path in sorted(SOURCES.glob("*.cu*")))
+
+    def constant(name: str) -> int:
+        return int(re.search(rf"\b{name} = (\d+)", text)[1])
+
+    assert (constant("CHUNK"), constant("DEPTH"), constant("PITCH")) == (tiles.CHUNK, tiles.DEPTH, tiles.PITCH)
+    assert (constant("MAX_EXPERTS"), constant("MAX_CHOSEN")) == (dense.MAX_EXPERTS, dense.MAX_CHOSEN)
+    assert constant("MAX_HEADS") == dense.MAX_HEADS
