@@ -197,3 +197,14 @@ def check_unchosen_experts_are_dropped(place: Place, params: MoeParams) -> None:
     got = place.ops.experts(x, both, replace(params, gate_up=gate_up), 2)
     assert_bits(got[:1], alone, "row beside one that overflows")
     assert not got[1].isfinite().all()
+
+
+def check_prefetch_changes_nothing(place: Place, params: MoeParams, silent: Any) -> None:
+    """silent: the same ops, asking for nothing ahead."""
+    x = place.rand(ROW_TILE, params.gate.shape[1], seed=25)
+    place.constant(place.ops._gate(params.gate), silent._gate(params.gate))
+    for rows in (1, 9):
+        got, want = (
+            ops.experts(x, ops.route(x, params, rows), params, rows)[:rows].clone() for ops in (place.ops, silent)
+        )
+        assert_bits(got, want, "experts with and without prefetch")

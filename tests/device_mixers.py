@@ -19,6 +19,7 @@ from ling_kernels.ops import (
     MlaParams,
     MlpParams,
     Sampling,
+    Verdict,
 )
 from ling_kernels.reference import draft, kda, mla, sample
 from parity import assert_bits
@@ -257,6 +258,25 @@ def _compare_verdicts(
     want = sample.verdict(logits, drafts, positions, sampling, limits, rows)
     for name in ("tokens", "count", "anchor", "done", "entry"):
         assert torch.equal(getattr(got, name), getattr(want, name)), f"{name}: {got} != {want}"
+
+
+def check_advance(place: Place) -> None:
+    """Eight steps and more: words and ring as the reference leaves them."""
+    start = [torch.tensor(value, device=place.device) for value in (7, 3)]
+    rings, words, limits = [], [], []
+    for _ in range(2):
+        rings.append(torch.ones(8, 38, dtype=torch.int64, device=place.device))
+        words.append([word.clone() for word in start])
+        limits.append(make_limits(place))
+    for number in range(10):
+        count = torch.tensor(number % 3, device=place.device)
+        entry = torch.arange(22, device=place.device) * (number + 1)
+        ended = torch.tensor(number == 9, device=place.device)
+        verdict = Verdict(entry[:2], count, start[0] + number, ended, entry)
+        place.ops.advance(verdict, rings[0], *words[0], limits[0])
+        sample.advance(verdict, rings[1], *words[1], limits[1])
+    for got, want in zip((rings[0], *words[0], *limits[0]), (rings[1], *words[1], *limits[1]), strict=True):
+        assert torch.equal(got, want)
 
 
 def check_pick(place: Place, vocab: int, sampling: Sampling) -> None:

@@ -293,6 +293,11 @@ class Ops(Protocol):
         """
         ...
 
+    def advance(self, verdict: Verdict, ring: Tensor, length: Tensor, anchor: Tensor, limits: Limits) -> None:
+        """Move a sequence's words past what a step committed, in place: length and anchor [] int64, the limits' own;
+        and write its entry, padded with zeros, into row step % S of ring [S, RING_HEADER + 2 * ROW_TILE] int64."""
+        ...
+
     def pick(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Proposal:
         """Draft by the target's own rule from logits [n, V] fp32; positions [n] as in markov_pick. The confidence is
         the draft's own probability."""

@@ -30,7 +30,9 @@ PAGE = Page(
     defaults=(("max_tokens", str(DEFAULT_MAX_TOKENS)),),
     notes="stdout gets the answer and nothing else. Thinking goes to stderr: dim on a terminal, elsewhere only with "
     "--show-thinking. With -p, a stdin that is open but silent is given up after --stdin-wait seconds. "
-    "--json writes one event a line: thinking, answer, and at the end finish or error.",
+    "--json writes one event a line: thinking, answer, and at the end finish or error.\n\n"
+    "Without a prompt, on a terminal, the chat screen opens; /help there lists its commands. --plain, and a terminal "
+    "that cannot redraw, talk line by line. Talks and typed lines are kept in $XDG_STATE_HOME/ling, for you alone.",
 )
 
 

@@ -27,10 +27,11 @@ def talk(settings: Settings, output: Output) -> None:
     from rich.console import Console
 
     from ling_local.tui.app import App, Host
+    from ling_local.tui.glyphs import install
     from ling_local.tui.history import LineHistory, history_file
     from ling_local.tui.input import open_screen
 
-    sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding shows what it can
+    sys.stdout.reconfigure(errors=install())  # a terminal of another encoding shows what it can
     unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     host = Host(
         version=__version__,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, Limits, Proposal, Sampling, Verdict
+from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, Limits, Ops, Proposal, Sampling, Verdict
 from ling_kernels.reference.mla import SPLIT, rope_table
 from ling_local.engine.config import ModelConfig
 from ling_local.types import SamplingParams
@@ -117,15 +117,9 @@ class SequenceState:
     def _slot(self, step: Tensor) -> Tensor:
         return (step % RING_SLOTS).view(1)
 
-    def advance(self, verdict: Verdict) -> None:
+    def advance(self, ops: Ops, verdict: Verdict) -> None:
         """Move the words past what a step committed and write its ring entry. Device only."""
-        entry = torch.nn.functional.pad(verdict.entry, (0, ROW_TILE))
-        self.ring.index_copy_(0, self._slot(self.step), entry[None])
-        self.length += verdict.count
-        self.remaining -= verdict.count
-        self.anchor.copy_(torch.where(verdict.count > 0, verdict.anchor, self.anchor))
-        self.done.copy_(verdict.done)
-        self.step += 1
+        ops.advance(verdict, self.ring, self.length, self.anchor, self.limits)
 
     def clear(self) -> None:
         """As new: nothing of any earlier sequence is left, not even rubbish past its end."""

@@ -41,4 +41,4 @@ def commit(
     if drafter:
         drafter.absorb(ops, weights, state, hidden, verdict.following, window.positions, window.rows)
         drafter.settle(state, verdict.count)
-    state.advance(verdict)
+    state.advance(ops, verdict)

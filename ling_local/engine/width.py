@@ -16,7 +16,7 @@ from statistics import median
 REMEMBERED = 15  # step times kept per kind; their median ignores an interruption
 PLAIN_FIRST = 3  # plain steps timed before drafting begins: there must be something to beat
 SMOOTHING = 0.92  # of what drafting brings: some dozen steps
-TRIAL = 5  # drafting steps before it is judged
+TRIAL = 4  # drafting steps before it is judged
 PROVEN = 30  # drafting steps after which it has earned a short pause again
 REFRESH = 128  # drafting steps after which plain ones are timed again: a machine gets busy, and idle
 PLAIN_AGAIN = 2  # how many
@@ -24,20 +24,26 @@ PAUSE, LONGEST_PAUSE = 32, 512  # plain steps until it is tried again: doubled e
 
 
 class StepTimes:
-    """Measured seconds of a step by its width and whether it drafts at its end; shared by an engine's requests."""
+    """Measured seconds of a step by its width and whether it drafts at its end; shared by an engine's requests.
+
+    The first step of a kind touches memory and code that no step has touched before: it is not counted.
+    """
 
     def __init__(self) -> None:
         self.kept: dict[tuple[int, bool], deque[float]] = {}
 
     def note(self, width: int, drafting: bool, seconds: float) -> None:
-        self.kept.setdefault((width, drafting), deque(maxlen=REMEMBERED)).append(seconds)
+        known = self.kept.setdefault((width, drafting), deque(maxlen=REMEMBERED + 1))
+        if len(known) == known.maxlen:
+            del known[1]  # the place of the first one stays taken
+        known.append(seconds)
 
     def samples(self, width: int, drafting: bool) -> int:
-        return len(self.kept.get((width, drafting), ()))
+        return max(len(self.kept.get((width, drafting), ())) - 1, 0)
 
     def seconds(self, width: int, drafting: bool) -> float | None:
         """The median, or a straight line between the nearest measured widths; None outside them."""
-        known = {w: median(t) for (w, d), t in self.kept.items() if d == drafting}
+        known = {w: median(list(t)[1:]) for (w, d), t in self.kept.items() if d == drafting and len(t) > 1}
         if width in known:
             return known[width]
         below = max((w for w in known if w < width), default=None)
@@ -64,10 +70,10 @@ class WidthRule:
     def note(self, width: int, following: int, count: int, seconds: float) -> None:
         """Learn from one step: its width, the drafts made at its end, the tokens it committed, its time."""
         self.times.note(width, following > 0, seconds)
-        if width > 1 or following:
+        usual = self.times.seconds(width, following > 0)  # the median: an interruption is nobody's fault
+        if (width > 1 or following) and usual is not None:
             self.tokens = SMOOTHING * self.tokens + count
-            # the median, not this step's own time: an interruption is nobody's fault
-            self.seconds = SMOOTHING * self.seconds + self.times.seconds(width, following > 0)
+            self.seconds = SMOOTHING * self.seconds + usual
             self.tried += 1
             if self.tried == PROVEN:
                 self.pause = PAUSE

@@ -31,12 +31,9 @@ _GENERATION = "generation_config.json"
 
 def obey(app: App, called: Called) -> bool:
     """Run a command. False: the person leaves. LingError where it cannot be done; nothing has changed then."""
-    last = app.state.last
-    talk = replace(
-        app.talk, messages=app.state.messages, attached=app.attached, stats=last.stats if last is not None else None
-    )
+    talk = replace(app.talk, messages=app.state.messages)
     outcome = called.command.run(talk, called.argument)
-    app.talk = replace(outcome.talk, messages=(), attached=(), stats=None)
+    app.talk = replace(outcome.talk, messages=())
     if outcome.text:
         app.say(outcome.text, "error" if outcome.failed else "")
     if outcome.act is None:

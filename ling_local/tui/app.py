@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
 from prompt_toolkit.output import Output
 from rich.console import Console, Group, NewLine, RenderableType
@@ -26,6 +26,7 @@ from ling_local.tui import view
 from ling_local.tui.commands import Called, Mistyped, Said, read_line
 from ling_local.tui.events import Cut, Failed, Loaded, Loading, Notice, Restored, ScreenEvent, Sent, Summary, Undone
 from ling_local.tui.figures import count
+from ling_local.tui.history import LineHistory
 from ling_local.tui.input import Prompt
 from ling_local.tui.keeper import Keeper
 from ling_local.tui.model import ChatState, apply, new_state
@@ -67,11 +68,12 @@ class Host:
 class App:
     """One chat, from its header to the line that says how to come back."""
 
-    def __init__(self, host: Host, console: Console, source: Input, target: Output, history: History) -> None:
+    def __init__(self, host: Host, console: Console, source: Input, target: Output, history: LineHistory) -> None:
         self.host = host
         self.terminal = Terminal(source, target)
         self.pane = Pane(console)
         self.keeper = Keeper(host.settings["history"])
+        self.history = history
         self.talk = Talk(host.settings, host.settings)
         self.state = new_state(host.version, host.name, host.note, host.settings["show_thinking"] is True)
         self.attached: tuple[Attachment, ...] = ()
@@ -121,7 +123,7 @@ class App:
         """Start to load the model of settings. The one before must be closed. ModelError, UsageError."""
         box = ProgressBox(self._refresh)
         model = self.host.open(settings, box)
-        self.box = box
+        self.box, self._dead = box, False
         self.load = Load(model, self._load_ended)
 
     def note_load(self) -> None:
@@ -194,6 +196,8 @@ class App:
                 self._draw(pump)
         except BaseException:
             pump.cancel()
+            with suppress(OSError):  # the terminal may be what went away
+                self.pane.erase()
             raise
         kept = len(self.state.turns) > num_turns
         if kept:
@@ -235,6 +239,8 @@ class App:
                 return obey(self, said)
             elif isinstance(said, Mistyped):
                 self.say(said.message, "error")
+        except EOFError:  # nobody types any more
+            return False
         except LingError as error:
             if error is self.load.error:
                 raise
@@ -247,12 +253,12 @@ class App:
         due = began
         while True:
             events, over = pump.take()
+            self.note_load()  # a load that failed ends the program, and is said there
             for event in events:
                 self.state = apply(self.state, event)
-                self.keeper.take(event)  # type: ignore[arg-type]
+                self.keeper.take(event)
             if not self.load.is_over and self.box.progress is not None:
                 self.state = apply(self.state, Loading(self.box.progress))
-            self.note_load()
             if self.terminal.interrupted and not over:
                 self.terminal.interrupted = False
                 stopped_s = self._stop(pump, stopped_s)
@@ -266,8 +272,6 @@ class App:
             self.terminal.wait(due - time.monotonic())
         if pump.crash is not None:
             raise pump.crash
-        if pump.error is not None and pump.error is self.load.error:
-            raise pump.error
         self._dead = self._dead or isinstance(pump.error, EngineDied)
 
     def _tail(self, waited_s: float) -> RenderableType | None:
@@ -320,15 +324,15 @@ class App:
     def _reopen_if_dead(self) -> None:
         """After the engine's death the next question starts a new one; the talk is all here."""
         if self._dead:
-            self._dead = False
             self.load.model.engine.close()
             self.say("the engine is started again")
             self.open(self.load.model.settings)
 
     def _tell_problems(self) -> None:
-        if self.keeper.problem:
-            self.say(self.keeper.problem, "warning")
-            self.keeper.problem = ""
+        for source in (self.keeper, self.history):
+            if source.problem:
+                self.say(source.problem, "warning")
+                source.problem = ""
 
     def _status(self) -> str:
         """The toolbar under the prompt: how the load goes, else what the model is and how full its context."""

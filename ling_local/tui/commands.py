@@ -212,7 +212,7 @@ def _think(talk: Talk, argument: str) -> Outcome:
 
 
 def _clear(talk: Talk, argument: str) -> Outcome:
-    return Outcome(talk, "a new talk begins; /sessions has the old one", act=Act(Do.CLEAR))
+    return Outcome(talk, "a new talk begins", act=Act(Do.CLEAR))
 
 
 def _undo(talk: Talk, argument: str) -> Outcome:

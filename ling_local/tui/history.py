@@ -57,6 +57,7 @@ class LineHistory(History):
                 os.close(descriptor)
         except OSError as error:
             self.problem = f"{self._file} cannot be written: {error.strerror}"
+            self._file = None
 
     def _lines(self) -> list[bytes]:
         if self._file is None:

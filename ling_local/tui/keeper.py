@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from ling_local.sessions import Saved, SessionFile
-from ling_local.types import Channel, Event, Message, TokenEvent, ToolCall
+from ling_local.errors import UsageError
+from ling_local.sessions import Saved, SessionFile, read
+from ling_local.types import Channel, Message, TokenEvent, ToolCall
 
 _PART_S = 1.0  # at most so much of an answer is lost with the process
 
@@ -45,8 +46,8 @@ class Keeper:
         self._try(lambda: self._write().asked(text))
         self._due_s = time.monotonic() + _PART_S
 
-    def take(self, event: Event) -> None:
-        """A piece of the answer; written with others, once a second."""
+    def take(self, event: object) -> None:
+        """An event of the answer; its text and ids are written with others, once a second."""
         if self._session is None or not isinstance(event, TokenEvent):
             return
         if not self._pending or self._pending[-1][0] is not event.channel:
@@ -85,15 +86,14 @@ class Keeper:
     def resume(self, file: Path, model: str) -> Saved:
         """Go on with a session. Ids of another model than `model` are dropped. LingError; this one stays then.
 
-        The session at hand is left where it is.
+        The session at hand is left where it is. Where nothing is to be written, it is only read.
         """
         if self._session is not None and self._session.file == file:
-            from ling_local.errors import UsageError
-
             raise UsageError("that is the session at hand")
-        session, saved = SessionFile.resume(file)
+        session, saved = SessionFile.resume(file) if self._wanted else (None, read(file))
         if saved.model != model:
-            session.model(model)
+            if session is not None:
+                session.model(model)
             saved = replace(saved, messages=tuple(replace(message, ids=()) for message in saved.messages))
         self.close()
         self._session, self._system = session, saved.system

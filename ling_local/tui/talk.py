@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ling_local.settings import Settings
-from ling_local.types import Message, Stats
+from ling_local.types import Message
 
 
 class Do(StrEnum):
@@ -53,8 +53,6 @@ class Talk:
     settings: Settings
     started: Settings
     messages: tuple[Message, ...] = ()
-    attached: tuple[Attachment, ...] = ()
-    stats: Stats | None = None
 
     @property
     def last_question(self) -> str | None:

@@ -56,8 +56,10 @@ class Terminal:
             signal.signal(number, handler)
         self._show_cursor()
         self._give_back()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        ends = self._wake_read, self._wake_write
+        self._wake_read = self._wake_write = -1  # a thread that wakes us late must not write into another file
+        for end in ends:
+            os.close(end)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folder: Path, draft: str = "off", block: int = 0, **kw) -> NativeEngine:
     """An engine that finds drafting worth its while from the first step on."""
     engine = NativeEngine.load(folder, draft=draft, block=block, **kw)
-    for _ in range(PLAIN_FIRST):
+    for _ in range(PLAIN_FIRST + 1):
         engine.step_times.note(1, False, 1e3)
     return engine
 

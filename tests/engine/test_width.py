@@ -47,7 +47,7 @@ def test_drafts_that_hit_pay(hit: float, gain: float) -> None:
 
 def test_dear_rows_are_cut_where_confidence_is_low() -> None:
     times = StepTimes()
-    for width in (1, 9):  # what lies between is interpolated
+    for width in (1, 9) * 2:  # what lies between is interpolated
         times.note(width, True, 1.0 + 0.5 * width)
     rule = WidthRule(8, times)
     assert rule.width([0.99] * 8, 8) == 9
@@ -55,9 +55,19 @@ def test_dear_rows_are_cut_where_confidence_is_low() -> None:
     assert rule.width([0.01] * 8, 8) == 1
 
 
+def test_the_first_step_of_a_kind_is_not_counted() -> None:
+    times = StepTimes()
+    times.note(9, True, 80.0)
+    assert times.seconds(9, True) is None
+    for _ in range(40):
+        times.note(9, True, 8.0)
+    assert times.seconds(9, True) == 8.0
+    assert times.samples(9, True) == 15
+
+
 def test_free_rows_are_all_verified() -> None:
     rule = WidthRule(4)
-    for width in range(1, 6):
+    for width in (*range(1, 6), *range(1, 6)):
         rule.times.note(width, True, 5.0)
     assert rule.width([0.2, 0.1, 0.1, 0.1], 4) == 5
 

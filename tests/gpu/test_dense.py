@@ -90,6 +90,10 @@ def test_experts(place: Place, params: MoeParams) -> None:
     checks.check_unchosen_experts_are_dropped(place, params)
 
 
+def test_prefetch_changes_nothing(place: Place, params: MoeParams) -> None:
+    checks.check_prefetch_changes_nothing(place, params, CudaOps(place.ops.device, prefetch=False))
+
+
 def layer(ops: CudaOps, params: MoeParams, norm: Tensor, proj: Tensor, out: Tensor, vocabulary: Tensor) -> Callable:
     """A chain of all dense ops over x [ROW_TILE, D]: rows' logits."""
 

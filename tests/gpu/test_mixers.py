@@ -21,7 +21,16 @@ from parity import assert_bits
 
 pytestmark = pytest.mark.gpu
 
-SAMPLINGS = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 20, 1.0), (1.3, 0, 0.8), (0.9, 40, 0.6), (1.0, 1, 1.0), (2.0, 9, 0.0)]
+SAMPLINGS = [
+    (0.0, 0, 1.0),
+    (1.0, 0, 1.0),
+    (0.7, 20, 1.0),
+    (1.3, 0, 0.8),
+    (0.9, 40, 0.6),
+    (1.0, 1, 1.0),
+    (2.0, 9, 0.0),
+    (8.0, 3, 0.95),
+]
 VOCAB, PADDED = 157100, 157184
 
 
@@ -124,6 +133,10 @@ def sampling_of(place: Place, words: tuple[float, int, float], vocab: int = VOCA
 @pytest.mark.parametrize("rows", [1, 9, 16])
 def test_verdict(place: Place, words: tuple[float, int, float], rows: int) -> None:
     checks.check_verdict(place, VOCAB, PADDED, sampling_of(place, words), rows)
+
+
+def test_the_words_move_on(place: Place) -> None:
+    checks.check_advance(place)
 
 
 @pytest.mark.parametrize("words", SAMPLINGS)

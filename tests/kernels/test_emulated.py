@@ -79,7 +79,7 @@ def test_a_projection_applies_the_norm_that_kda_left(place: Place) -> None:
 
 
 @pytest.mark.parametrize("gate_fp32", [False, True])
-@pytest.mark.parametrize(("experts", "chosen", "groups"), [(16, 4, 4), (64, 8, 8), (512, 8, 8), (24, 2, 1)])
+@pytest.mark.parametrize(("experts", "chosen", "groups"), [(16, 4, 4), (64, 8, 8), (128, 8, 8), (256, 8, 4), (512, 8, 8), (24, 2, 1)])
 def test_router(device: EmulatedDevice, experts: int, chosen: int, groups: int, gate_fp32: bool) -> None:
     place = Place(DenseOps(device, gate_fp32=gate_fp32), "cpu", device.constant)
     params = checks.moe_params(place, experts, 40, 8, chosen, groups)
@@ -94,6 +94,11 @@ def test_experts(place: Place, inner: int, shared: int, limit: float) -> None:
     for rows in (1, 3, 16):
         checks.check_experts(place, params, rows)
     checks.check_unchosen_experts_are_dropped(place, params)
+
+
+def test_prefetch_changes_nothing(device: EmulatedDevice, place: Place) -> None:
+    params = checks.moe_params(place, 16, 48, 24, 4, 4)
+    checks.check_prefetch_changes_nothing(place, params, DenseOps(device, prefetch=False))
 
 
 def test_a_row_has_its_bits_to_itself(place: Place) -> None:

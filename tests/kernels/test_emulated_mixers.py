@@ -73,7 +73,16 @@ def test_mla_bits_where_the_splits_grow(place: Place) -> None:
     checks.check_mla_bits(place, 1, 4092, (8,))
 
 
-SAMPLINGS = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 20, 1.0), (1.3, 0, 0.8), (0.9, 40, 0.6), (1.0, 1, 1.0), (2.0, 9, 0.0)]
+SAMPLINGS = [
+    (0.0, 0, 1.0),
+    (1.0, 0, 1.0),
+    (0.7, 20, 1.0),
+    (1.3, 0, 0.8),
+    (0.9, 40, 0.6),
+    (1.0, 1, 1.0),
+    (2.0, 9, 0.0),
+    (8.0, 3, 0.95),
+]
 
 
 @pytest.mark.parametrize("rows", [1, 4, 16])
@@ -83,7 +92,11 @@ def test_verdict(place: Place, rows: int) -> None:
 
 @pytest.mark.parametrize("words", SAMPLINGS[1:])
 def test_verdict_of_drawn_tokens(place: Place, words: tuple[float, int, float]) -> None:
-    checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *words), 2, thorough=False)
+    checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *words), 5, thorough=False)
+
+
+def test_the_words_move_on(place: Place) -> None:
+    checks.check_advance(place)
 
 
 @pytest.mark.parametrize("words", [SAMPLINGS[0], SAMPLINGS[4]])

@@ -170,6 +170,17 @@ def test_what_is_typed_before_the_program_is_up_is_not_lost(talk: Start) -> None
     assert "› early bird" in seen.text
 
 
+def test_a_wide_character_goes_whole_where_the_terminal_erases_bytes(talk: Start) -> None:
+    """C017"""
+    seen = talk(["ANSWER"])
+    attributes = termios.tcgetattr(seen.child.child_fd)
+    attributes[0] &= ~0o40000  # stty -iutf8
+    termios.tcsetattr(seen.child.child_fd, termios.TCSANOW, attributes)
+    seen.ready().send("能\x7fx能").until(lambda s: s.prompt == "x能")
+    seen.send("\r").until("ANSWER").ready()
+    assert [json.loads(line)["text"] for line in session(seen) if '"user"' in line] == ["x能"]
+
+
 def test_empty_lines_send_nothing(talk: Start) -> None:
     seen = talk(["ANSWER"])
     seen.ready()
@@ -445,6 +456,14 @@ def test_a_load_that_fails_ends_with_its_reason(talk: Start) -> None:
     assert seen.modes_left_on == []
 
 
+def test_a_load_that_fails_under_a_waiting_message_is_said_once(talk: Start) -> None:
+    seen = talk(["x"], load={"delay_ms": 2500, "fail": {"kind": "OutOfMemory", "message": "no room for it"}})
+    seen.ready().send("early\r")
+    assert seen.ended() == 1
+    assert seen.text.count("no room for it") == 1
+    assert not seen.cursor_hidden
+
+
 def test_too_long_a_question_is_refused_with_both_numbers(talk: Start) -> None:
     seen = talk(["fine"], context=200)
     assert "tokens long; the context holds 200" in seen.ask("s" * 300)
@@ -676,14 +695,32 @@ def test_no_stats_leaves_the_quiet_line_out(talk: Start) -> None:
     assert seen.ask("q") == "ANSWER"
 
 
-def test_two_thousand_tokens_a_second_are_not_slowed_by_the_screen(talk: Start) -> None:
-    """C037, on the engine's clock: the scripted source gives four tokens every two milliseconds."""
+def test_two_thousand_tokens_a_second_are_not_slowed_by_the_screen(talk: Start, ling: Program) -> None:
+    """C037, on the engine's clock: within 2 % of what bench measures without a screen."""
     text = "".join(f"Word {n} of a *long* answer.\n\n" if n % 9 == 8 else f"Word {n} of it, " for n in range(600))
     turn = [{"text": text, "cut": 2, "per_step": 4, "delay_ms": 2}]
-    seen = talk(turn, block=3, columns=200, args=("--no-think", "-n", "8000"), context=20_000)
-    seen.ask("go")
-    figures = next(line for line in seen.lines if "TPOT" in line)
-    assert float(figures.split("TPOT ")[1].split()[0]) == pytest.approx(0.5, rel=0.1)
+    seen = talk(turn, block=3, columns=200, args=("--no-think", "-n", "4000"), context=20_000)
+    script = next(Path(arg) for arg in seen.child.args if arg.endswith(b".json" if isinstance(arg, bytes) else ".json"))
+    seen.ready().until("context")
+    for _ in range(3):  # a machine that was busy elsewhere is no slow screen
+        seen.ask("go")
+        figures = [line for line in seen.lines if "TPOT" in line][-1]
+        shown_ms = float(figures.split("TPOT ")[1].split()[0])
+        args = ("--engine", "scripted", "-m", script, "--tokens", "4000", "-r", "1", "--json", "--speculation", "auto")
+        bench_ms = ling("bench", *args, stdin=None).json["decode"]["tpot_ms"]["mean"]
+        if shown_ms < 1.02 * bench_ms:
+            return
+    pytest.fail(f"TPOT {shown_ms} ms with the screen, {bench_ms} ms without")
+
+
+def test_a_terminal_of_another_encoding_shows_what_it_can(talk: Start) -> None:
+    env = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    seen = talk(["Hm ", THINK_END, "An answer, 哈 ✓"], args=(), env=env)
+    seen.until(lambda s: any(line == ">" for line in s.visible)).send("q\r").until("An answer, ?? ?")
+    seen.until(lambda s: s.visible.count(">") == 1).send("/exit\r")
+    assert seen.ended() == 0
+    assert "> thought for" in seen.text
+    assert seen.raw.isascii()
 
 
 def test_flags_beat_variables(talk: Start, ling: Program) -> None:

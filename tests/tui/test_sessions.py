@@ -286,6 +286,17 @@ def test_wanted_false_writes_nothing(home: Path) -> None:
     assert not home.exists()
 
 
+def test_with_history_off_a_session_is_read_and_not_touched() -> None:
+    session = SessionFile.create("m")
+    turn(session, "one", "1")
+    before = session.file.read_bytes()
+    keeper = Keeper(False)
+    assert [m.content for m in keeper.resume(session.file, "m").messages] == ["one", "1"]
+    keeper.asked("two", None, "m", ())
+    keeper.close()
+    assert session.file.read_bytes() == before
+
+
 def _append(file: str, worker: int) -> None:
     try:
         session, _ = SessionFile.resume(Path(file))

@@ -38,6 +38,11 @@ class SampleOps:
         self.device.launch("sample_verdict", 1, ROW_TILE * 32, [*args, tokens, count, anchor, done, entry, rows])
         return Verdict(tokens, count, anchor, done, entry)
 
+    def advance(self, verdict: Verdict, ring: Tensor, length: Tensor, anchor: Tensor, limits: Limits) -> None:
+        words = [length, anchor, limits.remaining, limits.done, limits.step]
+        args = [verdict.count, verdict.anchor, verdict.done, verdict.entry, ring, *ring.shape, *words]
+        self.device.launch("sample_advance", 1, 64, args)
+
     def pick(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Proposal:
         rows = positions.shape[0]
         drawn, _, best, sums = self.draw(logits, positions, sampling, rows, with_sums=True)

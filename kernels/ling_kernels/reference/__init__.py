@@ -20,6 +20,7 @@ class ReferenceOps:
     route = staticmethod(moe.route)
     experts = staticmethod(moe.experts)
     verdict = staticmethod(sample.verdict)
+    advance = staticmethod(sample.advance)
     pick = staticmethod(sample.pick)
     draft_context = staticmethod(draft.context)
     draft_block = staticmethod(draft.block)

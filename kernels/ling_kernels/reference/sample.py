@@ -99,3 +99,13 @@ def verdict(
     header = torch.stack([limits.step, count, drafted, accepted, finish, error])
     entry = torch.cat([header, torch.nn.functional.pad(tokens, (0, ROW_TILE - rows))])
     return Verdict(tokens, count, anchor, limits.done | bad | (finish > 0), entry)
+
+
+def advance(verdict: Verdict, ring: Tensor, length: Tensor, anchor: Tensor, limits: Limits) -> None:
+    entry = torch.nn.functional.pad(verdict.entry, (0, ROW_TILE))
+    ring.index_copy_(0, (limits.step % ring.shape[0]).view(1), entry[None])
+    length += verdict.count
+    limits.remaining.sub_(verdict.count)
+    anchor.copy_(torch.where(verdict.count > 0, verdict.anchor, anchor))
+    limits.done.copy_(verdict.done)
+    limits.step.add_(1)

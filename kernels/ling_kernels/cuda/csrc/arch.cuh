@@ -1,5 +1,5 @@
-// Everything that is spelled in PTX or differs between architectures. No other file holds asm or asks for __CUDA_ARCH__:
-// tests replace this header by one that runs the kernels on a CPU (tests/kernels/emulator).
+// Everything that is spelled in PTX or differs between architectures. No other file holds asm or asks for
+// __CUDA_ARCH__: tests replace this header by one that runs the kernels on a CPU (tests/kernels/emulator).
 #pragma once
 
 typedef unsigned char u8;
@@ -49,7 +49,8 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, 
 
 // 16 bytes of weights, which no kernel writes; zeros where `live` is false. Not kept in L1: each is read once.
 // Volatile, so that the compiler leaves them in program order, before the wait where they are written before it. Not
-// ld.global.nc: for that one the assembler (13.0 and 13.5) moves the wait up over the loads and nothing is prefetched.
+// ld.global.nc: for that one the assembler (13.0 and 13.5) moves the wait up over the loads and nothing is
+// prefetched.
 __device__ __forceinline__ uint4 load_weights(const void* from, bool live) {
   uint4 v;
   asm volatile(

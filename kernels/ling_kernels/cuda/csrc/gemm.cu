@@ -38,7 +38,8 @@ struct StoreSwiglu {
   __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
     for (int o = threadIdx.x; o < live * 8; o += blockDim.x) {
       const int token = o / 8, row = tile * 8 + o % 8;
-      if (row < inner) out[token * inner + row] = to_bf16(swiglu(sums.at(token, o % 8), sums.at(token, o % 8 + 8), limit));
+      const float value = swiglu(sums.at(token, o % 8), sums.at(token, o % 8 + 8), limit);
+      if (row < inner) out[token * inner + row] = to_bf16(value);
     }
   }
   __device__ __forceinline__ void finish() {}
@@ -86,8 +87,8 @@ struct StoreLogits {
   }
 };
 
-// 1 / rms of each (token, head), for the output of KDA that still lacks its norm: a head's 128 values of K share it, so
-// it can wait until they are summed. sums [ROW_TILE, heads, slices] fp32: sums of squares of each slice of a head.
+// 1 / rms of each (token, head), for the output of KDA that still lacks its norm: a head's 128 values of K share it,
+// so it can wait until they are summed. sums [ROW_TILE, heads, slices] fp32: sums of squares of each slice of a head.
 struct HeadNorm {
   static constexpr bool SCALED = true;
   const float* sums;
@@ -136,7 +137,8 @@ __device__ __forceinline__ void linear(const bf16* x, const bf16* w, bf16* out, 
 
 template <int NT>
 __device__ __forceinline__ void linear_normed(
-    const bf16* x, const bf16* w, bf16* out, const float* sums, int slices, float eps, int live, int n, int k, int per) {
+    const bf16* x, const bf16* w, bf16* out, const float* sums, int slices, float eps, int live, int n, int k,
+    int per) {
   __shared__ float factors[MAX_HEADS * ROW_TILE];
   StoreRows<NT> store = {out, n, live};
   const HeadNorm norm = {sums, k / 128, slices, live, eps, factors};
@@ -161,14 +163,15 @@ __device__ __forceinline__ void head(
 }
 
 template <int NT>
-__device__ __forceinline__ void router(const bf16* x, const bf16* w, float* out, int live, int n, int k, int width, int per) {
+__device__ __forceinline__ void router(
+    const bf16* x, const bf16* w, float* out, int live, int n, int k, int width, int per) {
   StoreFloats<NT> store = {out, n, live};
   stream_tiles<NT, true>(Matrix{w, n, width, per}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
 // x [*, k], w [n, k] -> out [*, n]; `live` rows. Grid: ceil(n / 16 / per). Shared: 2 · warps · 8 NT · PITCH floats.
 #define LINEAR(NAME, NT)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                         \
+  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
       const bf16* x, const bf16* w, bf16* out, int live, int n, int k, int per) {                                 \
     linear<NT>(x, w, out, live, n, k, per);                                                                       \
   }
@@ -177,8 +180,9 @@ LINEAR(linear_16, 2)
 
 // The same for x that lacks its norm by heads of 128: sums [ROW_TILE, k / 128, slices].
 #define LINEAR_NORMED(NAME, NT)                                                                                   \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(const bf16* x, const bf16* w, bf16* out, const float* sums, \
-                                                         int slices, float eps, int live, int n, int k, int per) { \
+  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
+      const bf16* x, const bf16* w, bf16* out, const float* sums, int slices, float eps, int live, int n, int k,  \
+      int per) {                                                                                                  \
     linear_normed<NT>(x, w, out, sums, slices, eps, live, n, k, per);                                             \
   }
 LINEAR_NORMED(linear_normed_8, 1)
@@ -186,7 +190,7 @@ LINEAR_NORMED(linear_normed_16, 2)
 
 // x [*, k], w [2 inner, k] rows gate‖up -> out [*, inner]. Grid: ceil(inner / 8 / per).
 #define MLP_GATE_UP(NAME, NT)                                                                                     \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                         \
+  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
       const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, int per) {                \
     mlp_gate_up<NT>(x, w, out, limit, live, inner, k, per);                                                       \
   }
@@ -195,17 +199,17 @@ MLP_GATE_UP(mlp_gate_up_16, 2)
 
 // x [*, k], w [n, k] -> out [*, n] fp32, and each block's best: values, ids [blocks, ROW_TILE].
 #define HEAD(NAME, NT)                                                                                            \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(const bf16* x, const bf16* w, float* out, float* values, \
-                                                         int* ids, int live, int n, int k, int per) {             \
+  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
+      const bf16* x, const bf16* w, float* out, float* values, int* ids, int live, int n, int k, int per) {       \
     head<NT>(x, w, out, values, ids, live, n, k, per);                                                            \
   }
 HEAD(head_8, 1)
 HEAD(head_16, 2)
 
-// x [*, k], w [n, width] -> out [*, n] fp32. width: k, or parts of an fp32 weight side by side, each of k values rounded
-// up to a chunk.
+// x [*, k], w [n, width] -> out [*, n] fp32. width: k, or parts of an fp32 weight side by side, each of k values
+// rounded up to a chunk.
 #define ROUTER(NAME, NT)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                         \
+  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
       const bf16* x, const bf16* w, float* out, int live, int n, int k, int width, int per) {                     \
     router<NT>(x, w, out, live, n, k, width, per);                                                                \
   }

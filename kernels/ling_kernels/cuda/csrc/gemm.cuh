@@ -1,12 +1,13 @@
 // The one small-M matrix product: weights [N, K] row-major times at most 16 rows x [16, K], both bf16, fp32 sums.
 //
-// Weights are the 16-row operand of the tensor-core instruction, tokens its 8 columns. A warp takes 32 values of K at a
-// time: lane (g, t) loads the 16 bytes at k0 + 8t of weight rows g and g+8 and of token g. The instruction wants other
-// k's in those registers, but a sum over k may be permuted as long as both operands are permuted alike: registers 0, 1
-// of each 16 bytes feed a first instruction, 2, 3 a second. So weights go from memory straight into fragments.
+// Weights are the 16-row operand of the tensor-core instruction, tokens its 8 columns. A warp takes 32 values of K at
+// a time: lane (g, t) loads the 16 bytes at k0 + 8t of weight rows g and g+8 and of token g. The instruction wants
+// other k's in those registers, but a sum over k may be permuted as long as both operands are permuted alike:
+// registers 0, 1 of each 16 bytes feed a first instruction, 2, 3 a second. So weights go from memory straight into
+// fragments.
 //
-// Kernels around it say __launch_bounds__(512, 1): without the 1 the assembler saves registers by waiting for one load
-// after the other (seen in the machine code of sm_90, also for loads that the source issues together).
+// Kernels around it say __launch_bounds__(512, 1): without the 1 the assembler saves registers by waiting for one
+// load after the other (seen in the machine code of sm_90, also for loads that the source issues together).
 //
 // The warps of a block take chunks of K in turn; their sums meet in shared memory in the order of the warps. How many
 // warps there are follows from the shape and the GPU, never from the number of rows: a row's bits are its own.
@@ -17,8 +18,8 @@ constexpr int CHUNK = 32;  // values of K that a warp takes at a time: 1 KB of w
 constexpr int DEPTH = 4;   // chunks that each warp keeps in flight
 constexpr int PITCH = 20;  // floats from token to token in the warps' sums: no bank conflicts when they are written
 
-// This lane's two weight rows. Rows past the end of a matrix are its first one again: loads stay unconditional, and what
-// becomes of them is never stored. The same holds for tokens past the live ones.
+// This lane's two weight rows. Rows past the end of a matrix are its first one again: loads stay unconditional, and
+// what becomes of them is never stored. The same holds for tokens past the live ones.
 struct Rows {
   const bf16* low;
   const bf16* high;
@@ -98,10 +99,10 @@ struct Plain {
   __device__ __forceinline__ float of(int, int) const { return 1.0f; }
 };
 
-// Walk this block's tiles. Source: first(), step, width (of a weight row), early(tile): may its weights be loaded before
-// the wait; end(): called after the wait; rows(tile, g). WRAP: a weight row is several parts side by side, each as wide as
-// the tokens rounded up to a chunk, and each meets the same tokens. Epilogue: operator()(tile, Sums) by all threads after a
-// barrier, finish() at the end. Shared memory: sums_of.
+// Walk this block's tiles. Source: first(), step, width (of a weight row), early(tile): may its weights be loaded
+// before the wait; end(): called after the wait; rows(tile, g). WRAP: a weight row is several parts side by side,
+// each as wide as the tokens rounded up to a chunk, and each meets the same tokens. Epilogue: operator()(tile, Sums)
+// by all threads after a barrier, finish() at the end. Shared memory: sums_of.
 template <int NT, bool WRAP, class Source, class Factor, class Epilogue>
 __device__ __forceinline__ void stream_tiles(
     const Source& source, const Tokens& tokens, const Factor& factor, Epilogue& epilogue) {
@@ -191,8 +192,8 @@ struct Matrix {
   }
 };
 
-// Eight gate rows and the eight matching up rows of gate_up [2 inner, width] make a tile: SwiGLU needs both at once, and
-// tiles of half the bytes balance better over the machine than 16 + 16.
+// Eight gate rows and the eight matching up rows of gate_up [2 inner, width] make a tile: SwiGLU needs both at once,
+// and tiles of half the bytes balance better over the machine than 16 + 16.
 __device__ __forceinline__ Rows gate_up_rows(const bf16* weight, int inner, int width, int tile, int group) {
   const int at = tile * 8 + group < inner ? tile * 8 + group : 0;
   return {weight + i64(at) * width, weight + (i64(inner) + at) * width};

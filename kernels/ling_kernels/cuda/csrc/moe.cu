@@ -1,18 +1,17 @@
 // Mixture of experts for a window: selection and plan, gate_up, down. Router logits come from gemm.cu.
 //
-// The plan lists the distinct experts of all rows once, in ascending order behind the shared expert, with the rows that
-// chose each. An expert costs the same for one row as for sixteen, so gate_up computes all rows for every listed expert.
-// It applies the router's weights too, and writes zeros for the rows that did not choose: by selection, a product with
-// zero would keep an infinity. So down is one long product over the listed experts, whose sum never leaves the tensor
-// cores: what a row did not choose adds exact zeros to it, which change no bit.
+// The plan lists the distinct experts of all rows once, in ascending order behind the shared expert, with the rows
+// that chose each. An expert costs the same for one row as for sixteen, so gate_up computes all rows for every listed
+// expert. It applies the router's weights too, and writes zeros for the rows that did not choose: by selection, a
+// product with zero would keep an infinity. So down is one long product over the listed experts, whose sum never
+// leaves the tensor cores: what a row did not choose adds exact zeros to it, which change no bit.
 #include "gemm.cuh"
 
 constexpr int MAX_EXPERTS = 512, MAX_CHOSEN = 8;
 constexpr int MAX_SLOTS = ROW_TILE * MAX_CHOSEN + 1;
-constexpr int PER_LANE = MAX_EXPERTS / WARP;
 
-// The plan in 32-bit words: number of slots; expert id and mask of rows by slot; fp32 weights [slot][ROW_TILE]. Slot 0 is
-// the shared expert, with weight 1 for all rows.
+// The plan in 32-bit words: number of slots; expert id and mask of rows by slot; fp32 weights [slot][ROW_TILE]. Slot
+// 0 is the shared expert, with weight 1 for all rows.
 constexpr int PLAN_IDS = 4, PLAN_MASKS = PLAN_IDS + MAX_SLOTS, PLAN_WEIGHTS = PLAN_MASKS + MAX_SLOTS + 2;
 
 struct Choice {
@@ -25,9 +24,12 @@ struct Router {
   float scale;
 };
 
-// One warp chooses for one row. Groups lie in a power of two of lanes each, so lane l has experts
-// group · size + sub, + lanes, + 2 lanes .. of group l / lanes.
-__device__ __forceinline__ void choose_experts(const Router& router, const float* logits, const float* bias, int row, Choice& out) {
+// One warp chooses for one row. Groups lie in a power of two of lanes each, so lane l has experts group · size + sub,
+// + lanes, + 2 lanes .. of group l / lanes. PER_LANE: at least experts / 32; no more than needed, since a single
+// warp's instructions are what the machine waits for here.
+template <int PER_LANE>
+__device__ __forceinline__ void choose_experts(
+    const Router& router, const float* logits, const float* bias, int row, Choice& out) {
   const int lane = threadIdx.x % WARP;
   const int lanes = WARP / router.groups, group = lane / lanes, sub = lane % lanes;
   const int size = router.experts / router.groups;
@@ -117,11 +119,13 @@ __device__ __forceinline__ void write_plan(const Choice& choice, int live, int c
   }
 }
 
-// logits [*, experts] fp32 -> experts [*, chosen], weights [*, chosen], plan. Grid: 1, and blocks that do nothing but ask
-// for `ahead` bytes at each of two addresses, 16 KB a block: the memory is idle meanwhile. Block: MAX_EXPERTS threads.
+// logits [*, experts] fp32 -> experts [*, chosen], weights [*, chosen], plan. Grid: 1, and blocks that do nothing but
+// ask for `ahead` bytes at each of two addresses, 16 KB a block: the memory is idle meanwhile. Block: MAX_EXPERTS
+// threads.
 extern "C" __global__ void __launch_bounds__(MAX_EXPERTS) route_select(
     const float* logits, const float* bias, i64* experts, float* weights, u32* plan, int num_experts, int groups,
-    int allowed_groups, int chosen, float scale, int live, const u8* ahead_a, const u8* ahead_b, int bytes_a, int bytes_b) {
+    int allowed_groups, int chosen, float scale, int live, const u8* ahead_a, const u8* ahead_b, int bytes_a,
+    int bytes_b) {
   if (blockIdx.x > 0) {
     if (threadIdx.x == 0) {
       const int per = 16384, blocks_a = (bytes_a + per - 1) / per, at = blockIdx.x - 1;
@@ -139,7 +143,14 @@ extern "C" __global__ void __launch_bounds__(MAX_EXPERTS) route_select(
   const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   if (row < live) {
     const Router router = {num_experts, groups, allowed_groups, chosen, scale};
-    choose_experts(router, logits + row * num_experts, bias, row, choice);
+    const float* own = logits + row * num_experts;
+    if (num_experts <= 4 * WARP) {
+      choose_experts<4>(router, own, bias, row, choice);
+    } else if (num_experts <= 8 * WARP) {
+      choose_experts<8>(router, own, bias, row, choice);
+    } else {
+      choose_experts<MAX_EXPERTS / WARP>(router, own, bias, row, choice);
+    }
     __syncwarp();
     if (lane < chosen) {
       experts[row * chosen + lane] = choice.experts[row][lane];
@@ -237,9 +248,9 @@ struct Walk {
   int slot, k;
 };
 
-// out[token, rows of this block] = sum over slots of down[slot] · x[slot, token]. The warps share K, so each walks all
-// experts in ascending order: which experts a warp has never depends on the other rows.
-// What a lane needs of an address is worked out once: a step is one KB of weights, and a machine's instructions are few.
+// out[token, rows of this block] = sum over slots of down[slot] · x[slot, token]. The warps share K, so each walks
+// all experts in ascending order: which experts a warp has never depends on the other rows. What a lane needs of an
+// address is worked out once: a step is one KB of weights, and a machine's instructions are few.
 template <int NT>
 struct Down {
   const bf16 *shared, *routed;  // this lane's row at this lane's column: of the shared expert, of expert 0
@@ -342,20 +353,20 @@ __device__ __forceinline__ void down(
 
 // x [*, width], shared [2 shared_inner, width], routed [E, 2 inner, width] -> out [slots, ROW_TILE, pitch].
 // Grid: any number of blocks. Shared: 2 · warps · 8 NT · PITCH floats.
-#define EXPERTS_GATE_UP(NAME, NT)                                                                                  \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                         \
-      const bf16* x, const bf16* shared, const bf16* routed, const u32* plan, bf16* out, int shared_inner, int inner, \
+#define EXPERTS_GATE_UP(NAME, NT)                                                                                 \
+  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
+      const bf16* x, const bf16* shared, const bf16* routed, const u32* plan, bf16* out, int shared_inner, int inner,\
       int pitch, float limit, float shared_limit, int live, int width) {                                          \
-    gate_up<NT>(x, Experts{shared, routed, shared_inner, inner, plan}, out, pitch, limit, shared_limit, live, width); \
+    gate_up<NT>(x, Experts{shared, routed, shared_inner, inner, plan}, out, pitch, limit, shared_limit, live, width);\
   }
 EXPERTS_GATE_UP(experts_gate_up_8, 1)
 EXPERTS_GATE_UP(experts_gate_up_16, 2)
 
-// x as gate_up left it, shared [width, shared_inner], routed [E, width, inner] -> out [*, width]. Grid: ceil(width / 16).
-// Shared: warps · 8 NT · PITCH floats.
-#define EXPERTS_DOWN(NAME, NT)                                                                                     \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                         \
-      const bf16* x, const bf16* shared, const bf16* routed, const u32* plan, bf16* out, int shared_inner, int inner, \
+// x as gate_up left it, shared [width, shared_inner], routed [E, width, inner] -> out [*, width]. Grid: ceil(width /
+// 16). Shared: warps · 8 NT · PITCH floats.
+#define EXPERTS_DOWN(NAME, NT)                                                                                    \
+  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
+      const bf16* x, const bf16* shared, const bf16* routed, const u32* plan, bf16* out, int shared_inner, int inner,\
       int pitch, int live, int width) {                                                                           \
     down<NT>(Experts{shared, routed, shared_inner, inner, plan}, x, out, pitch, live, width);                     \
   }

@@ -22,8 +22,8 @@ __device__ __forceinline__ uint4 pack(const float (&from)[8]) {
                     pack_bf16(from[6], from[7]));
 }
 
-// One row: x_out = x + partial, h = RMSNorm(x_out) · weight. A thread has 8 values, so width <= 8192 and the shape of the
-// block depends on the width alone. partial null: only the norm, x_out is not written.
+// One row: x_out = x + partial, h = RMSNorm(x_out) · weight. A thread has 8 values, so width <= 8192 and the shape of
+// the block depends on the width alone. partial null: only the norm, x_out is not written.
 __device__ __forceinline__ void exchange_norm_row(
     int row, const bf16* partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps) {
   __shared__ float warps[WARP];

@@ -129,6 +129,24 @@ extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP)
   }
 }
 
+// One block. Moves a sequence's words past what was committed; ring [slots, width].
+extern "C" __global__ void __launch_bounds__(64)
+    sample_advance(const i64* count, const i64* last, const u8* ended, const i64* entry, i64* ring, int slots,
+                   int width, i64* length, i64* anchor, i64* remaining, u8* done, i64* step) {
+  wait_for_producer();
+  let_next_start();
+  const i64 number = *step;
+  __syncthreads();  // all have read the step before it moves on
+  i64* line = ring + number % slots * width;
+  for (int i = threadIdx.x; i < width; i += 64) line[i] = i < RING_HEADER + ROW_TILE ? entry[i] : 0;
+  if (threadIdx.x > 0) return;
+  *length += *count;
+  *remaining -= *count;
+  if (*count > 0) *anchor = *last;
+  *done = *ended;
+  *step = number + 1;
+}
+
 // grid: rows; one warp each. The token, and its probability in the softmax of the row.
 extern "C" __global__ void __launch_bounds__(WARP)
     sample_picked(const float* logits, int stride, const u64* best, const u64* drawn, const float* sums, i64* tokens,

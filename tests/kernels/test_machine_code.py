@@ -1,0 +1,55 @@
+"""What only the machine code tells: weights are on their way before a kernel waits, then its tokens all at once.
+
+An assembler that moves the wait up over the loads, or sends one load after the other, changes no result, only the
+time. It has done both (kernels/README.md).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from ling_kernels.cuda.compile import compile_unit
+
+# 16-byte loads of a thread that stand before the wait: DEPTH chunks of two weight rows
+EARLY = {
+    "gemm": ("linear", "linear_normed", "mlp_gate_up", "head", "router"),
+    "moe": ("experts_gate_up", "experts_down"),
+}
+WIDE = re.compile(r"LDG\S*\.128")
+LOADS = 8
+TOGETHER = 3  # loads that are sent after it before the first product waits for one
+
+
+def disassembled(cubin: bytes, folder: Path) -> dict[str, list[str]]:
+    """Instructions by kernel."""
+    package = distribution("nvidia-cuda-nvdisasm")
+    program = next(package.locate_file(f) for f in package.files if f.name == "nvdisasm")
+    path = folder / "unit.cubin"
+    path.write_bytes(cubin)
+    text = subprocess.run([program, "-c", path], capture_output=True, text=True, check=True).stdout
+    parts = re.split(r"^\.text\.(\w+):$", text, flags=re.MULTILINE)
+    return {
+        name: re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", body)
+        for name, body in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("unit", EARLY)
+def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: Path) -> None:
+    kernels = disassembled(compile_unit(unit, arch)[0], tmp_path)
+    for name in EARLY[unit]:
+        for tokens in (8, 16):
+            code = kernels[f"{name}_{tokens}"]
+            wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+            product = next(i for i, line in enumerate(code) if "HMMA" in line)
+            early, together = (
+                sum(bool(WIDE.search(line)) for line in part) for part in (code[:wait], code[wait:product])
+            )
+            assert early == LOADS, f"{name}_{tokens} on {arch}: {early} loads before the wait"
+            assert together >= TOGETHER, f"{name}_{tokens} on {arch}: {together} loads before the first product"
