@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpoints import config_json, write_checkpoint
+from checkpoints import config_json, write_checkpoint, write_draft
 from ling_kernels.reference import ReferenceOps
-from ling_local.engine.config import model_config
+from ling_local.engine.config import ModelConfig, model_config
+from ling_local.engine.drafter import Drafter
+from ling_local.engine.drafts import load_dspark
 from ling_local.engine.layout import field_specs, model_layout
 from ling_local.engine.native import NativeEngine
+from ling_local.engine.nextn import Nextn
 from ling_local.engine.state import SequenceState
 from ling_local.engine.step import step
 from ling_local.engine.weights import assemble
@@ -26,16 +29,30 @@ READS = re.compile(r"\.(item|tolist|cpu|numpy)\(|(?<!\.)\b(int|float)\(|nonzero|
 ALLOWED = {"for expert in routing.experts.unique().tolist():", "row, slot = (routing.experts == expert).nonzero("}
 
 
+def meta_drafter(name: str, config: ModelConfig, tmp_path: Path) -> Drafter | None:
+    """A drafter whose tensors are on the meta device."""
+    if name != "dspark":
+        return Nextn(3) if name == "mtp" else None
+    folder = write_draft(tmp_path / "draft", write_checkpoint(tmp_path / "m"))
+    return load_dspark(folder, config, torch.float32, "meta")
+
+
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("experts", [16, 64])
-def test_a_step_runs_where_no_value_exists(experts: int, sampled: bool) -> None:
+@pytest.mark.parametrize("draft", ["off", "mtp", "dspark"])
+def test_a_step_runs_where_no_value_exists(tmp_path: Path, experts: int, sampled: bool, draft: str) -> None:
     config = model_config(config_json(num_experts=experts))
     fields = {
         f.name: torch.empty(f.shape, dtype=torch.float32, device="meta") for f in field_specs(model_layout(config))
     }
+    weights = assemble(config, fields)
     state = SequenceState(config, 256, torch.float32, "meta", config.vocab_size)
     state.sampling = state.sampling._replace(greedy=not sampled)
-    step(ReferenceOps(), assemble(config, fields), state, None, 1, 0)
+    drafter = meta_drafter(draft, config, tmp_path)
+    if drafter:
+        drafter.attach(state, weights)
+    step(ReferenceOps(), weights, state, drafter, 1, 3 if drafter else 0)
+    step(ReferenceOps(), weights, state, drafter, 4 if drafter else 1, 3 if drafter else 0)
     with pytest.raises((RuntimeError, NotImplementedError)):
         state.length.item()  # the guard itself: a read would have raised
 
@@ -55,14 +72,17 @@ class NoHostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0, 20, 0.9, 3)])
-def test_a_step_asks_for_no_value(tmp_path: Path, params: SamplingParams) -> None:
-    engine = NativeEngine.load(write_checkpoint(tmp_path / "m"))
+@pytest.mark.parametrize("draft", ["off", "mtp", "dspark"])
+def test_a_step_asks_for_no_value(tmp_path: Path, params: SamplingParams, draft: str) -> None:
+    folder = write_checkpoint(tmp_path / "m")
+    write_draft(folder / "dspark", folder)
+    engine = NativeEngine.load(folder, draft=draft)
     generation = engine.generate(TokenRequest((1, 2, 3), sampling=params, max_tokens=20))
     results = iter(generation)
     next(results)
     with NoHostReads(), torch.inference_mode():
-        for _ in range(3):
-            step(engine.ops, engine.weights, engine._state, engine.drafter, 1, 0)
+        for width, following in ((1, 0), (1, engine.info.block), (engine.info.block + 1, engine.info.block)):
+            step(engine.ops, engine.weights, engine._state, engine.drafter, width, following)
     with pytest.raises(AssertionError, match="reads a device value"), NoHostReads():
         engine._state.length.item()
 

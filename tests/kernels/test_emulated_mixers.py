@@ -8,7 +8,7 @@ import pytest
 
 import device_mixers as checks
 from device_checks import Place
-from emulator import EmulatedDevice
+from emulator import ORDERS, EmulatedDevice
 from ling_kernels.cuda import CudaOps
 from ling_kernels.cuda.latent import LARGE, SMALL, attend_bytes
 from ling_kernels.ops import KernelError
@@ -126,6 +126,24 @@ def test_markov_picks(place: Place, rank: int, vocab: int) -> None:
 def test_markov_heads(place: Place, head: str, words: tuple[float, int, float]) -> None:
     params = checks.make_draft(place, 24, 2, 1, 16, 50, head, True, 128)
     checks.check_markov(place, params, checks.make_sampling(place, 50, *words), 3)
+
+
+@pytest.mark.parametrize("order", ORDERS[1:])
+def test_in_another_order_of_threads_the_results_hold(
+    device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """A barrier too few shows in one order or another."""
+    monkeypatch.setattr(device, "order", ORDERS.index(order))
+    place = Place(with_shared(device, attend_bytes(576, 512, *LARGE, same=True)), "cpu", device.constant)
+    checks.check_kda_window(place, 1, 9)
+    checks.check_kda_prefill(place, 1, 19)
+    checks.check_mla(place, 2, 48, 126, 5)
+    checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[0]), 4)
+    checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[4]), 2, thorough=False)
+    checks.check_advance(place)
+    params = checks.make_draft(place, 24, 2, 1, 8, 50, "rnn", True, 128)
+    checks.check_draft(place, params, 70, 3, 8)
+    checks.check_markov(place, params, checks.make_sampling(place, 50, *SAMPLINGS[0]), 2)
 
 
 def test_unsupported_sizes_are_named(place: Place) -> None:
