@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,7 @@ def _without_last_turn(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 def turns(messages: Sequence[Message]) -> tuple[tuple[str, Message], ...]:
     """Each question with its answer; what is neither is left out."""
-    pairs = zip(messages, messages[1:], strict=False)
-    return tuple((q.content, a) for q, a in pairs if (q.role, a.role) == ("user", "assistant"))
+    return tuple((q.content, a) for q, a in pairwise(messages) if (q.role, a.role) == ("user", "assistant"))
 
 
 def _text(value: Any) -> str:

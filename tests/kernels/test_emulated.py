@@ -79,7 +79,9 @@ def test_a_projection_applies_the_norm_that_kda_left(place: Place) -> None:
 
 
 @pytest.mark.parametrize("gate_fp32", [False, True])
-@pytest.mark.parametrize(("experts", "chosen", "groups"), [(16, 4, 4), (64, 8, 8), (128, 8, 8), (256, 8, 4), (512, 8, 8), (24, 2, 1)])
+@pytest.mark.parametrize(
+    ("experts", "chosen", "groups"), [(16, 4, 4), (64, 8, 8), (128, 8, 8), (256, 8, 4), (512, 8, 8), (24, 2, 1)]
+)
 def test_router(device: EmulatedDevice, experts: int, chosen: int, groups: int, gate_fp32: bool) -> None:
     place = Place(DenseOps(device, gate_fp32=gate_fp32), "cpu", device.constant)
     params = checks.moe_params(place, experts, 40, 8, chosen, groups)

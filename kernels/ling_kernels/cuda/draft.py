@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.latent import SPLITS, THREADS, AttendOps, attend_bytes
+from ling_kernels.cuda.latent import MERGE_GROUPS, SPLITS, THREADS, AttendOps, attend_bytes
 from ling_kernels.cuda.sample import BLOCKS
 from ling_kernels.ops import ROW_TILE, DraftLayerParams, DraftParams, KernelError, Proposal, Sampling
 
@@ -48,7 +48,7 @@ class DraftOps(AttendOps):
             grid = (SPLITS, -(-each // TILES), params.num_kv_heads)
             self.device.launch("draft_attend", grid, THREADS, args, shared)
             mixed = x.new_empty(num, heads * HEAD)
-            self.device.launch("draft_merge", (heads, num), HEAD // 4, [mixed, sums, stats, length, num])
+            self.device.launch("draft_merge", (heads, num), MERGE_GROUPS * HEAD // 4, [mixed, sums, stats, length, num])
             partial = self.linear(mixed, layer.out_proj, num)
             x, h = self.exchange_norm(partial, x, layer.mlp_norm, params.eps, num)
             partial = self.mlp(h, layer.mlp, num)

@@ -10,7 +10,7 @@ from ling_kernels.cuda.prefill import prefill_mla
 from ling_kernels.ops import ROW_TILE, KernelError, MlaParams
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128  # as in mla.cuh
-SPLITS, KEYS, TILE, THREADS = 64, 64, 16, 256  # as in attend.cuh
+SPLITS, KEYS, TILE, THREADS, MERGE_GROUPS = 64, 64, 16, 256, 4  # as in attend.cuh
 LARGE, SMALL = (3, 2), (1, 1)  # row tiles and stages of a block, by the shared memory that it may have
 
 
@@ -68,7 +68,9 @@ class LatentOps(AttendOps):
         self.device.launch(name, (SPLITS, -(-tiles // together)), THREADS, args, shared)
 
         latent = proj.new_empty(proj.shape[0], heads, LATENT)
-        self.device.launch("mla_merge", (heads, rows), LATENT // 4, [latent, sums, stats, positions, heads])
+        self.device.launch(
+            "mla_merge", (heads, rows), MERGE_GROUPS * LATENT // 4, [latent, sums, stats, positions, heads]
+        )
         out = proj.new_empty(proj.shape[0], heads * VALUE)
         args = [out, latent, params.w_uv, Int64(params.w_uv.stride(0)), proj[:, width - heads :], width, heads, rows]
         self.device.launch("mla_values", (VALUE // 16, heads), THREADS, args)

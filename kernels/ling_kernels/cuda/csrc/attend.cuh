@@ -205,36 +205,64 @@ __device__ __forceinline__ void attend(const View& view, int split, int group, i
   }
 }
 
+// The merge takes a tile row's splits in MERGE_GROUPS runs of their own threads, each in order, then the runs in order:
+// which split belongs to which run is fixed, and all loads of a run are on their way at once.
+constexpr int MERGE_GROUPS = 4, MERGE_RUN = ATTEND_SPLITS / MERGE_GROUPS;
+
+template <int VD>
 struct MergeShared {
   float top[ATTEND_SPLITS];
   float sum[ATTEND_SPLITS];
+  float weight[ATTEND_SPLITS];
+  alignas(16) float parts[MERGE_GROUPS][VD];
 };
 
-// Merge one tile row's splits in order into VD values, by VD / 4 threads.
+// Merge one tile row's splits into VD values, by MERGE_GROUPS * VD / 4 threads.
 template <int VD>
 __device__ __forceinline__ void attend_merge(const float* sums, const float* stats, int tile, int row, int limit,
-                                             bf16* out, MergeShared& s) {
+                                             bf16* out, MergeShared<VD>& s) {
+  const int tid = threadIdx.x, group = tid / (VD / 4), column = tid % (VD / 4) * 4;
   const int num = (limit + attend_split(limit) - 1) / attend_split(limit);
   const i64 first = i64(tile) * ATTEND_SPLITS * 16 + row;
-  for (int n = threadIdx.x; n < num; n += VD / 4) {
-    const float2 found = *reinterpret_cast<const float2*>(stats + (first + n * 16) * 2);
-    s.top[n] = found.x;
-    s.sum[n] = found.y;
+  float4 part[MERGE_RUN];
+#pragma unroll
+  for (int i = 0; i < MERGE_RUN; i++) {
+    const int n = group * MERGE_RUN + i;
+    part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (n < num) part[i] = *reinterpret_cast<const float4*>(sums + (first + n * 16) * VD + column);
+  }
+  if (tid < ATTEND_SPLITS) {
+    float2 found = make_float2(-infinity(), 0.0f);
+    if (tid < num) found = *reinterpret_cast<const float2*>(stats + (first + tid * 16) * 2);
+    s.top[tid] = found.x;
+    s.sum[tid] = found.y;
   }
   __syncthreads();
-  float top = -infinity(), total = 0.0f;
-  for (int n = 0; n < num; n++) top = fmaxf(top, s.top[n]);
-  float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-  for (int n = 0; n < num; n++) {
-    const float4 part = *reinterpret_cast<const float4*>(sums + (first + n * 16) * VD + 4 * threadIdx.x);
-    const float weight = expf(s.top[n] - top);
-    total = fmaf(weight, s.sum[n], total);
-    acc.x = fmaf(weight, part.x, acc.x);
-    acc.y = fmaf(weight, part.y, acc.y);
-    acc.z = fmaf(weight, part.z, acc.z);
-    acc.w = fmaf(weight, part.w, acc.w);
+  if (tid < ATTEND_SPLITS) {
+    float top = -infinity();
+    for (int n = 0; n < num; n++) top = fmaxf(top, s.top[n]);
+    s.weight[tid] = expf(s.top[tid] - top);
   }
-  *reinterpret_cast<uint2*>(out + 4 * threadIdx.x) =
+  __syncthreads();
+  float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+  for (int i = 0; i < MERGE_RUN; i++) {
+    const float weight = s.weight[group * MERGE_RUN + i];
+    acc.x = fmaf(weight, part[i].x, acc.x);
+    acc.y = fmaf(weight, part[i].y, acc.y);
+    acc.z = fmaf(weight, part[i].z, acc.z);
+    acc.w = fmaf(weight, part[i].w, acc.w);
+  }
+  *reinterpret_cast<float4*>(&s.parts[group][column]) = acc;
+  __syncthreads();
+  if (group > 0) return;
+  float total = 0.0f;
+  for (int n = 0; n < num; n++) total = fmaf(s.weight[n], s.sum[n], total);
+#pragma unroll
+  for (int g = 1; g < MERGE_GROUPS; g++) {
+    const float4 more = *reinterpret_cast<const float4*>(&s.parts[g][column]);
+    acc.x += more.x, acc.y += more.y, acc.z += more.z, acc.w += more.w;
+  }
+  *reinterpret_cast<uint2*>(out + column) =
       make_uint2(pack_bf16(acc.x / total, acc.y / total), pack_bf16(acc.z / total, acc.w / total));
 }

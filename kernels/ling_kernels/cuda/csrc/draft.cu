@@ -58,10 +58,10 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
   attend(view, blockIdx.x, blockIdx.y, kv * each, sums, stats, *reinterpret_cast<Shared*>(memory));
 }
 
-// grid: (query heads, rows); one warp each
-extern "C" __global__ void __launch_bounds__(DRAFT_HEAD / 4)
+// grid: (query heads, rows); 128 threads
+extern "C" __global__ void __launch_bounds__(MERGE_GROUPS* DRAFT_HEAD / 4)
     draft_merge(bf16* out, const float* sums, const float* stats, const i64* length, int rows) {
-  __shared__ MergeShared shared;
+  __shared__ MergeShared<DRAFT_HEAD> shared;
   wait_for_producer();
   let_next_start();
   const int head = blockIdx.x, row = blockIdx.y;

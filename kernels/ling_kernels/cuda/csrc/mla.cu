@@ -85,10 +85,10 @@ extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
   mla_attend<1, 1>(sums, stats, q, cache, positions, heads, rows, capacity, scale);
 }
 
-// grid: (H, rows); 128 threads
-extern "C" __global__ void __launch_bounds__(MLA_LATENT / 4)
+// grid: (H, rows); 512 threads
+extern "C" __global__ void __launch_bounds__(MERGE_GROUPS* MLA_LATENT / 4)
     mla_merge(bf16* latent, const float* sums, const float* stats, const i64* positions, int heads) {
-  __shared__ MergeShared shared;
+  __shared__ MergeShared<MLA_LATENT> shared;
   wait_for_producer();
   let_next_start();
   const int head = blockIdx.x, row = blockIdx.y, tiles = (heads + 15) / 16;
