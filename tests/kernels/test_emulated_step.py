@@ -84,6 +84,9 @@ def test_logits_are_the_references_and_do_not_depend_on_the_window(folder: Path,
     assert_near(alone, want, "logits", 3e-2)  # two layers of bf16, rounded in other places
     assert_bits(engine.score(IDS, window=4), alone, "logits in windows of 4")
     assert_bits(engine.score(IDS, window=9), alone, "logits in a window of 9")
+    longer = (*IDS, *IDS, *IDS)
+    want = NativeEngine.load(folder, dtype="bfloat16").score(longer)
+    assert_near(engine.score(longer), want, "logits by prefill", 3e-2)
 
 
 def _declared(device: SettledDevice, state: Any) -> Any:

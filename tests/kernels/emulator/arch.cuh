@@ -209,6 +209,8 @@ inline void load_weights_into(uint4& to, const void* from, bool live) {
 }
 inline uint4 load_activations(const void* from) { return load_weights(from, true); }
 inline uint4 load16(const void* from, bool live = true) { return load_weights(from, live); }
+inline float load_settled(const float* from) { return *from; }
+inline i64 load_settled(const i64* from) { return *from; }
 inline void prefetch_l2(const void* from, u32 bytes) {
   if ((uintptr_t(from) | bytes) & 15) emulator::fail("a prefetch is not aligned");
   volatile u8 last = static_cast<const u8*>(from)[bytes - 1];  // out of bounds is a fault here

@@ -146,6 +146,19 @@ __device__ __forceinline__ u32 ordered(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// Words that are no weights but settled: written several kernels ago and by none that may still run. They may be read
+// before the wait, from L2, because L1 may hold them as they were a step ago.
+__device__ __forceinline__ float load_settled(const float* from) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ i64 load_settled(const i64* from) {
+  i64 v;
+  asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(from));
+  return v;
+}
+
 // ---- shared memory: copies in the background, matrix fragments --------------------------------------------------
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }

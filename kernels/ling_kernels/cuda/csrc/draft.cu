@@ -35,8 +35,8 @@ struct DraftView {
   int rows, query_heads, kv_heads, first_head, num_tiles, capacity;
   float scale;
 
-  __device__ int limit(int) const { return int(*length) + rows; }
-  __device__ int settled() const { return int(*length); }
+  __device__ int limit(int) const { return int(load_settled(length)) + rows; }
+  __device__ int settled() const { return int(load_settled(length)); }
   __device__ const bf16* key(int i) const { return keys + i64(i) * kv_heads * DRAFT_HEAD; }
   __device__ const bf16* value(int i) const { return values + i64(i) * kv_heads * DRAFT_HEAD; }
   __device__ const bf16* q(int tile, int row) const {

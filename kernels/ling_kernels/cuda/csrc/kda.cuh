@@ -191,8 +191,10 @@ __device__ __forceinline__ void kda_stage(const KdaVerify& job, int head, int sl
 template <bool CLUSTERED>
 __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int slice, KdaVerifyShared& s) {
   const int tid = threadIdx.x, inner = job.source.inner(), row = tid / KDA_LANES, lane = tid % KDA_LANES;
-  float state[KDA_KEYS];  // constant between two commits, which lie several kernels back: may be read early
-  kda_load(state, kda_place(const_cast<float*>(job.state), head, slice));
+  float state[KDA_KEYS];
+  const float* place = kda_place(const_cast<float*>(job.state), head, slice);
+#pragma unroll
+  for (int i = 0; i < KDA_KEYS; i++) state[i] = load_settled(place + i * KDA_HEAD);  // since the last commit
   const uint2* taps = reinterpret_cast<const uint2*>(job.conv) + head * KDA_HEAD;
   for (int i = tid; i < 3 * KDA_HEAD; i += KDA_THREADS) s.taps[i] = taps[i / KDA_HEAD * inner + i % KDA_HEAD];
   for (int i = tid; i < KDA_HEAD; i += KDA_THREADS) s.dt_bias[i] = job.dt_bias[head * KDA_HEAD + i];

@@ -52,8 +52,8 @@ struct MlaView {
   int heads, tiles_per_row, num_tiles, capacity;
   float scale;
 
-  __device__ int limit(int tile) const { return int(positions[tile / tiles_per_row]) + 1; }
-  __device__ int settled() const { return int(positions[0]); }
+  __device__ int limit(int tile) const { return int(load_settled(positions + tile / tiles_per_row)) + 1; }
+  __device__ int settled() const { return int(load_settled(positions)); }
   __device__ const bf16* key(int i) const { return cache + i64(i) * MLA_ROW; }
   __device__ const bf16* value(int i) const { return key(i); }
   __device__ const bf16* q(int tile, int row) const {
