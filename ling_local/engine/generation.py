@@ -117,7 +117,10 @@ class NativeGeneration:
                     "start the answer again; if it comes back, check the weights or use --dtype float32",
                 )
             now = time.monotonic()
-            rule.note(entry.drafted + 1, self.made.popleft(), entry.count, now - clock)
+            made = self.made.popleft()
+            rule.note(entry.drafted + 1, made, entry.count, now - clock)
+            if engine.threads:
+                engine.threads.note((entry.drafted, made > 0), now - clock)
             finish = FINISH[entry.finish]
             yield StepResult(entry.ids, entry.drafted, entry.accepted, now, finish, *prefill)
             prefill = (0, 0, 0.0)
@@ -134,6 +137,8 @@ class NativeGeneration:
         if self.drafts and self.read == self.granted:
             width = self.rule.width(self.sure[: self.drafts], following)
         state.reserve(len(self.known) + (self.granted - self.read + 1) * ROW_TILE)
+        if engine.threads:
+            torch.set_num_threads(engine.threads.now)
         with torch.inference_mode():
             engine._launch(self.granted, width, following)
         self.granted += 1

@@ -35,10 +35,6 @@ class GpuOptions:
 
 def open_gpu_ops(device: str, dtype: str, options: GpuOptions, progress: ProgressFn | None) -> Ops:
     """The kernels of a GPU, compiled or from the cache. Raises UsageError: the CPU path is always there."""
-    if dtype != "bfloat16":
-        raise UsageError(
-            f"the GPU kernels compute in bfloat16, not {dtype}", "add --dtype bfloat16, or use --device cpu"
-        )
 
     def report(unit: str, done: int, total: int) -> None:
         if progress:

@@ -29,12 +29,14 @@ from ling_local.engine.model import forward
 from ling_local.engine.protocol import EngineInfo, ProgressFn
 from ling_local.engine.state import RING_SLOTS, SequenceState, Snapshot
 from ling_local.engine.step import step
+from ling_local.engine.threads import ThreadRule
 from ling_local.engine.weights import DTYPES, Weights, load_weights
 from ling_local.engine.width import StepTimes
 from ling_local.errors import ContextTooLong, EngineBusy, EngineError, ModelError, UsageError
 from ling_local.types import TokenRequest
 
 KEPT_SNAPSHOTS = 8
+SMALL_BYTES = 2**28  # weights below this leave more than two threads nothing to do
 
 
 class NativeEngine:
@@ -57,6 +59,7 @@ class NativeEngine:
         self.chunk = PREFILL_CHUNK if gpu else CHUNK
         self.step = CapturedStep(step) if gpu and gpu.capture else step
         self.step_times = StepTimes()
+        self.threads: ThreadRule | None = None
         self._info = info
         self._state: SequenceState | None = self.new_state(info.context_limit)
         self._host_ring = HostRing(self._state) if gpu else None
@@ -118,9 +121,12 @@ class NativeEngine:
             block=drafter.block if drafter else 0,
             torch=torch.__version__,
         )
-        if not gpu:
-            torch.set_num_threads(threads or fitting_threads(info.weight_bytes))
-        return cls(weights, info, tokenizer_size(folder, config.vocab_size), drafter, ops, gpu)
+        engine = cls(weights, info, tokenizer_size(folder, config.vocab_size), drafter, ops, gpu)
+        if threads:
+            torch.set_num_threads(threads)
+        elif not gpu and info.weight_bytes < SMALL_BYTES:
+            engine.threads = ThreadRule(min(torch.get_num_threads(), 2))
+        return engine
 
     @property
     def info(self) -> EngineInfo:
@@ -264,12 +270,6 @@ class NativeEngine:
         ids = values[RING_HEADER : RING_HEADER + values[1]]
         sure = [v / 1e6 for v in values[RING_HEADER + ROW_TILE :]]
         return RingEntry(*values[:RING_HEADER], tuple(ids), tuple(sure))
-
-
-def fitting_threads(weight_bytes: int) -> int:
-    """Threads for the CPU engine: a large model needs every memory channel; a small one gets one thread, because its
-    parallel regions are so short that one busy core elsewhere makes the others wait (7 ms a token became 300)."""
-    return 1 if weight_bytes < 2**28 else torch.get_num_threads()
 
 
 def tokenizer_size(folder: Path, vocab_size: int) -> int:

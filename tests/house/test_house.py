@@ -30,6 +30,7 @@ ROOMS = {
     "engine.state": 5,
     "engine.model": 6,
     "engine.width": 1,
+    "engine.threads": 1,
     "engine.drafter": 7,
     "engine.dspark": 7.5,
     "engine.nextn": 7.5,

@@ -135,7 +135,7 @@ def test_cost_per_character_is_flat(start: str, unit: str) -> None:
         close(blocks)
         return time.process_time() - began
 
-    few, many = min(seconds(200) for _ in range(3)), seconds(1600)
+    few, many = (min(seconds(num_units) for _ in range(3)) for num_units in (200, 1600))
     assert many < 8 * 4 * few + 0.1  # eight times the text; quadratic would be 64 times
 
 
