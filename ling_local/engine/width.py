@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+PIECE = 8  # rows that a product of a window sees at once, on the CPU and on a GPU
 REMEMBERED = 15  # step times kept per kind; their median ignores an interruption
 PLAIN_FIRST = 3  # plain steps timed before drafting begins: there must be something to beat
 SMOOTHING = 0.92  # of what drafting brings: some dozen steps
@@ -21,6 +22,11 @@ PROVEN = 30  # drafting steps after which it has earned a short pause again
 REFRESH = 128  # drafting steps after which plain ones are timed again: a machine gets busy, and idle
 PLAIN_AGAIN = 2  # how many
 PAUSE, LONGEST_PAUSE = 32, 512  # plain steps until it is tried again: doubled each time that it fails
+
+
+def _piece(width: int) -> int:
+    """Which piece of rows the last row of a window is in; time jumps from one to the next."""
+    return -(-width // PIECE)
 
 
 class StepTimes:
@@ -42,12 +48,13 @@ class StepTimes:
         return max(len(self.kept.get((width, drafting), ())) - 1, 0)
 
     def seconds(self, width: int, drafting: bool) -> float | None:
-        """The median, or a straight line between the nearest measured widths; None outside them."""
+        """The median, or a straight line between the nearest measured widths of the same piece; None outside."""
         known = {w: median(list(t)[1:]) for (w, d), t in self.kept.items() if d == drafting and len(t) > 1}
         if width in known:
             return known[width]
-        below = max((w for w in known if w < width), default=None)
-        above = min((w for w in known if w > width), default=None)
+        near = [w for w in known if _piece(w) == _piece(width)]
+        below = max((w for w in near if w < width), default=None)
+        above = min((w for w in near if w > width), default=None)
         if below is None or above is None:
             return None
         share = (width - below) / (above - below)
@@ -109,8 +116,8 @@ class WidthRule:
                 reach *= confidence[width - 2]
                 expected += reach
             seconds = self.times.seconds(width, following > 0)
-            if seconds is None:
-                return len(confidence) + 1  # not measured yet: verify all, and learn
+            if seconds is None:  # not measured yet: verify as many as cost the same, and learn
+                return min(_piece(width) * PIECE, len(confidence) + 1)
             if expected / seconds > rate:
                 best, rate = width, expected / seconds
         return best

@@ -47,7 +47,7 @@ def test_drafts_that_hit_pay(hit: float, gain: float) -> None:
 
 def test_dear_rows_are_cut_where_confidence_is_low() -> None:
     times = StepTimes()
-    for width in (1, 9) * 2:  # what lies between is interpolated
+    for width in (1, 8, 9) * 2:  # what lies between is interpolated
         times.note(width, True, 1.0 + 0.5 * width)
     rule = WidthRule(8, times)
     assert rule.width([0.99] * 8, 8) == 9
@@ -63,6 +63,20 @@ def test_the_first_step_of_a_kind_is_not_counted() -> None:
         times.note(9, True, 8.0)
     assert times.seconds(9, True) == 8.0
     assert times.samples(9, True) == 15
+
+
+def test_a_piece_of_rows_is_measured_before_it_is_judged() -> None:
+    """Nine rows cost two pieces, eight one: the rule finds out and stays with eight."""
+    rule = WidthRule(8)
+    rule.times.note(1, True, 6.0)
+    rule.times.note(1, True, 6.0)
+    assert rule.width([0.8] * 8, 8) == 8
+    for _ in range(2):
+        rule.times.note(8, True, 6.5)
+    assert rule.width([0.8] * 8, 8) == 9
+    for _ in range(2):
+        rule.times.note(9, True, 9.0)
+    assert rule.width([0.8] * 8, 8) == 8
 
 
 def test_free_rows_are_all_verified() -> None:

@@ -207,7 +207,11 @@ def test_three_ways_to_run_experts_agree(limit: float) -> None:
             if limit:
                 gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             want[row] += weight * (params.down[expert].double() @ (gate * up))
-    for way in (moe._all(h, routing, params), moe._gathered(h, routing, params, 16), moe._grouped(h, routing, params)):
+    for way in (
+        moe._all(h, routing, params, 16),
+        moe._gathered(h, routing, params, 16),
+        moe._grouped(h, routing, params),
+    ):
         assert relative(way, want) < 1e-5
 
 

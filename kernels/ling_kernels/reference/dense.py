@@ -5,6 +5,8 @@ All rows are computed whatever `rows` says: on a CPU the number of rows is what 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +14,22 @@ from torch import Tensor
 from ling_kernels.ops import MlpParams
 
 HEAD_BLOCK = 8192  # vocabulary rows widened to fp32 at a time
+# Rows that one matrix product of a window sees, always so many: torch picks another kernel for another number, and a
+# row's bits would depend on its neighbours. Half a tile, so that a narrow window costs half.
+PIECE = 8
+
+
+def pieces(rows: int | None) -> list[slice]:
+    """The parts of a window's tile that hold live rows; all of a prefill chunk at once."""
+    return [slice(None)] if rows is None else [slice(at, at + PIECE) for at in range(0, rows, PIECE)]
+
+
+def by_pieces(function: Callable[[Tensor], Tensor], x: Tensor, rows: int | None) -> Tensor:
+    """function of x [R, ...] piece by piece; the parts of a window without a live row become zero."""
+    done = [function(x[piece]) for piece in pieces(rows)]
+    if len(done) * PIECE < x.shape[0] and rows is not None:
+        done.append(done[0].new_zeros(x.shape[0] - len(done) * PIECE, *done[0].shape[1:]))
+    return done[0] if len(done) == 1 else torch.cat(done)
 
 
 def embed(ids: Tensor, table: Tensor) -> Tensor:
@@ -34,7 +52,7 @@ def exchange_norm(
 
 
 def linear(h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
-    return F.linear(h, weight)
+    return by_pieces(lambda part: F.linear(part, weight), h, rows)
 
 
 def swiglu(gate_up: Tensor, limit: float) -> Tensor:
@@ -47,13 +65,13 @@ def swiglu(gate_up: Tensor, limit: float) -> Tensor:
 
 
 def mlp(h: Tensor, params: MlpParams, rows: int | None = None) -> Tensor:
-    inner = swiglu(F.linear(h, params.gate_up), params.limit)
-    return F.linear(inner.to(h.dtype), params.down)
+    inner = swiglu(linear(h, params.gate_up, rows), params.limit)
+    return linear(inner.to(h.dtype), params.down, rows)
 
 
 def head(h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
     if weight.dtype == torch.float32:
-        return F.linear(h, weight)
+        return linear(h, weight, rows)
     # bf16 logits would tie for whole groups of tokens: widen both sides, a block of the vocabulary at a time
     wide = h.float()
-    return torch.cat([F.linear(wide, block.float()) for block in weight.split(HEAD_BLOCK)], dim=-1)
+    return torch.cat([linear(wide, block.float(), rows) for block in weight.split(HEAD_BLOCK)], dim=-1)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ling_kernels.ops import DraftLayerParams, DraftParams, Proposal, Sampling
-from ling_kernels.reference.dense import mlp, rms_norm
+from ling_kernels.ops import ROW_TILE, DraftLayerParams, DraftParams, Proposal, Sampling
+from ling_kernels.reference.dense import linear, mlp, rms_norm
 from ling_kernels.reference.mla import rotate
 from ling_kernels.reference.sample import choose
 
@@ -24,18 +24,22 @@ def _turned(x: Tensor, angles: Tensor, params: DraftParams) -> Tensor:
     return torch.cat([turning, still], dim=-1).to(x.dtype)
 
 
-def _keys_values(x: Tensor, layer: DraftLayerParams, params: DraftParams, angles: Tensor) -> tuple[Tensor, Tensor]:
+def _keys_values(
+    x: Tensor, layer: DraftLayerParams, params: DraftParams, angles: Tensor, rows: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Keys (normed, turned) and values of rows x [n, D]: [n, Hkv, head] each."""
-    rows = params.num_heads * params.head_dim
-    keys, values = F.linear(x, layer.in_proj[rows:]).view(x.shape[0], 2, params.num_kv_heads, -1).unbind(1)
+    queries = params.num_heads * params.head_dim
+    both = linear(x, layer.in_proj[queries:], rows)
+    keys, values = both.view(x.shape[0], 2, params.num_kv_heads, -1).unbind(1)
     return _turned(rms_norm(keys, layer.k_norm, params.eps), angles, params), values
 
 
 def context(taps: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, positions: Tensor, rows: int) -> None:
-    ctx = rms_norm(F.linear(taps, params.fc), params.hidden_norm, params.eps)
+    live = rows if taps.shape[0] == ROW_TILE else None  # a window piece by piece, a prefill chunk whole
+    ctx = rms_norm(linear(taps, params.fc, live), params.hidden_norm, params.eps)
     angles = rope.index_select(0, positions)
     for index, layer in enumerate(params.layers):
-        for side, fresh in enumerate(_keys_values(ctx, layer, params, angles)):
+        for side, fresh in enumerate(_keys_values(ctx, layer, params, angles, live)):
             cache[index, side].index_copy_(0, positions[:rows], fresh[:rows])
 
 

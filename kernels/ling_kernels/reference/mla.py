@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ling_kernels.ops import MlaParams
-from ling_kernels.reference.dense import rms_norm
+from ling_kernels.ops import ROW_TILE, MlaParams
+from ling_kernels.reference.dense import linear, pieces, rms_norm
 
 SPLIT = 128  # keys read at a time, counted from position 0; part of the definition: it fixes the order of the sum
 
@@ -33,18 +34,31 @@ def mla(
     latent, turned = params.kv_norm.shape[0], params.rope_dim
     query, kv, key, gate = proj.split([proj.shape[1] - latent - turned - heads, latent, turned, heads], dim=1)
     if params.q_b_proj is not None:
-        query = rms_norm(query, params.q_norm, params.eps) @ params.q_b_proj.t()
+        query = linear(rms_norm(query, params.q_norm, params.eps), params.q_b_proj, rows if num == ROW_TILE else None)
     angles = rope.index_select(0, positions)
     fresh = torch.cat([rms_norm(kv, params.kv_norm, params.eps).float(), rotate(key.float(), angles)], dim=-1)
     cache.index_copy_(0, positions[:rows], fresh[:rows].to(cache.dtype))
 
+    # a prefill chunk runs whole, a window piece by piece
+    cut = pieces(rows if num == ROW_TILE else None)
+    done = [_heads(query[p], gate[p], angles[p], positions[p], cache, params, extent) for p in cut]
+    o = torch.cat(done).to(proj.dtype)
+    return F.pad(o, (0, 0, 0, num - o.shape[0]))
+
+
+def _heads(
+    query: Tensor, gate: Tensor, angles: Tensor, positions: Tensor, cache: Tensor, params: MlaParams, extent: int
+) -> Tensor:
+    """Attention of rows whose keys are in the cache already: query [n, H*(nope+r)], gate [n, H] -> [n, H*v] fp32."""
+    num, heads, turned = query.shape[0], params.num_heads, params.rope_dim
+    latent = params.kv_norm.shape[0]
     nope, turning = query.float().view(num, heads, -1).split([params.w_uk.shape[1], turned], dim=-1)
     absorbed = torch.bmm(nope.transpose(0, 1), params.w_uk.float()).transpose(0, 1)
     q = torch.cat([absorbed, rotate(turning, angles)], dim=-1).flatten(0, 1)
     q = q / (params.w_uk.shape[1] + turned) ** 0.5
     mixed = _attend(q, cache, positions.repeat_interleave(heads), latent, extent)
     o = torch.bmm(mixed.view(num, heads, latent).transpose(0, 1), params.w_uv.float().mT)
-    return (o.transpose(0, 1) * torch.sigmoid(gate.float()).unsqueeze(-1)).flatten(1).to(proj.dtype)
+    return (o.transpose(0, 1) * torch.sigmoid(gate.float()).unsqueeze(-1)).flatten(1)
 
 
 def _attend(q: Tensor, cache: Tensor, positions: Tensor, latent: int, extent: int) -> Tensor:

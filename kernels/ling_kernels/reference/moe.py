@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ling_kernels.ops import MoeParams, Routing
-from ling_kernels.reference.dense import mlp, swiglu
+from ling_kernels.reference.dense import by_pieces, linear, mlp, swiglu
 
 # Up to this many experts all of them are computed for every row and the unchosen dropped: on a CPU that costs less
 # than gathering weights. It depends on the model only, never on the rows, so it cannot change a row's bits.
@@ -16,7 +16,7 @@ ALL_EXPERTS = 32
 
 def route(h: Tensor, params: MoeParams, rows: int | None = None) -> Routing:
     num, experts = h.shape[0], params.gate.shape[0]
-    scores = torch.sigmoid(F.linear(h.float(), params.gate))
+    scores = torch.sigmoid(linear(h.float(), params.gate, rows))
     choice = scores + params.bias
     group_score = choice.view(num, params.n_group, -1).topk(2, dim=-1).values.sum(-1)
     best = _first(group_score, params.topk_group)
@@ -34,22 +34,22 @@ def _first(values: Tensor, count: int) -> Tensor:
 
 def experts(h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
     if params.gate.shape[0] <= ALL_EXPERTS:
-        routed = _all(h, routing, params)
+        routed = _all(h, routing, params, rows)
     elif rows is None:
         routed = _grouped(h, routing, params)
     else:
         routed = _gathered(h, routing, params, rows)
-    return (routed + mlp(h, params.shared).float()).to(h.dtype)
+    return (routed + mlp(h, params.shared, rows).float()).to(h.dtype)
 
 
-def _all(h: Tensor, routing: Routing, params: MoeParams) -> Tensor:
+def _all(h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
     """Every expert for every row, the unchosen dropped by selection: a product with zero would keep a NaN."""
     num, (count, width, _) = h.shape[0], params.gate_up.shape
     table = torch.zeros(num, count, device=h.device).scatter_(1, routing.experts, routing.weights)
     chosen = torch.zeros(num, count, dtype=torch.bool, device=h.device).scatter_(1, routing.experts, True)
-    inner = swiglu(F.linear(h, params.gate_up.flatten(0, 1)).view(num, count, width), params.limit)
+    inner = swiglu(linear(h, params.gate_up.flatten(0, 1), rows).view(num, count, width), params.limit)
     inner = torch.where(chosen.unsqueeze(-1), inner * table.unsqueeze(-1), 0.0).to(h.dtype)
-    return torch.bmm(inner.transpose(0, 1), params.down.mT).float().sum(0)
+    return by_pieces(lambda part: torch.bmm(part.transpose(0, 1), params.down.mT).float().sum(0), inner, rows)
 
 
 def _gathered(h: Tensor, routing: Routing, params: MoeParams, rows: int) -> Tensor:
