@@ -70,10 +70,10 @@ def count_parts(turn: Turn, thinking_s: float | None) -> list[Part]:
         parts.append(Part(context(stats), 8))
     if stats.thinking_tokens:
         seconds = f"{duration(thinking_s)}, " if thinking_s is not None else ""
-        parts.append(Part(f"thinking {seconds}{stats.thinking_tokens} tok", 6))
+        parts.append(Part(f"thinking {seconds}{stats.thinking_tokens} tok", 5))
     if stats.drafted:
         parts.append(Part(f"drafts {100 * stats.accepted // stats.drafted} % kept", 3))
-    parts.append(Part(prompt(stats), 2))
+    parts.append(Part(prompt(stats), 6))
     return parts
 
 

@@ -167,9 +167,12 @@ def strip(marks: Sequence[StepMark], width: int, colour: bool = True) -> Text:
 def quiet_line(parts: Sequence[Part], width: int) -> Text:
     """`── 212 tok · TPOT 2.10 ms ──`, without the rules where the width is short."""
     rules = width >= 50
-    kept = figures.fit(parts, width - 6 if rules else width)
+    kept = figures.fit(parts, width - 3 if rules else width)
     line = SEPARATOR.join(part.text for part in kept)
-    return Text(f"── {line} ──" if rules else clip(line, width), "dim")
+    if not rules:
+        return Text(clip(line, width), "dim")
+    end = " ──" if figures.line_width(kept) + 6 <= width else ""
+    return Text(f"── {line}{end}", "dim")
 
 
 def wrap_after(text: Text, first: str, width: int) -> list[Text]:

@@ -98,7 +98,7 @@ def test_nothing_is_live_between_turns() -> None:
 def test_live_figures_at_80_columns() -> None:
     speed, counts = lines(STATES["answer"])[-2:]
     assert speed == "TPOT 4.00 ms · mean 4.00 ·  250 tok/s · step 8.00 ms · accept 2.00 ▄▄▄"
-    assert counts == "   6 tok · TTFT 84 ms · ctx 306/128k · drafts 33 % kept"
+    assert counts == "   6 tok · TTFT 84 ms · ctx 306/128k · prompt 200 new + 100 cached"
 
 
 def test_live_figures_at_40_columns_keep_the_strip() -> None:
@@ -219,7 +219,7 @@ SUMMARY = Stats(
     [
         (200, "── 212 tok · TTFT 84 ms · TPOT 2.10 ms · 476 tok/s · accept 3.42 · ctx 1.9k/128k · "
               "prompt 200 new + 1.5k cached · 40 thinking ──"),
-        (80, "── 212 tok · TTFT 84 ms · TPOT 2.10 ms · 476 tok/s · accept 3.42 ──"),
+        (80, "── 212 tok · TTFT 84 ms · TPOT 2.10 ms · 476 tok/s · accept 3.42 · ctx 1.9k/128k"),
         (40, "212 tok · TPOT 2.10 ms · accept 3.42"),
         (10, "212 tok"),
     ],
