@@ -133,4 +133,4 @@ def test_the_card_names_sources_and_figures() -> None:
     for words in ("Held-out figures", "Ten samples", "Sources", "PSF-2.0", "bits a byte", "python -m ling_local.train"):
         assert words in card
     assert card.count("~~~~text") == 20
-    assert np.all([word not in card for word in ("/work/", "/tmp/")])
+    assert np.all([word not in card for word in ("/tmp/", "/home/")])
