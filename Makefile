@@ -5,8 +5,10 @@ BIN := .venv/bin
 .PHONY: demo test setup lint format clean
 
 demo: .venv/.ready
-	@echo '$$ ling complete --stats examples/fibonacci.py'
-	@$(BIN)/ling complete --stats examples/fibonacci.py
+	@echo '$$ tail -n 4 examples/primes.py'
+	@tail -n 4 examples/primes.py
+	@echo '$$ ling complete --stats examples/primes.py'
+	@$(BIN)/ling complete --stats examples/primes.py
 
 test: .venv/.ready-dev
 	$(BIN)/ruff check .
