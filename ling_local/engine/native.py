@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,9 +32,9 @@ from ling_local.engine.state import RING_SLOTS, SequenceState, Snapshot
 from ling_local.engine.step import step
 from ling_local.engine.threads import ThreadRule
 from ling_local.engine.weights import DTYPES, Weights, load_weights
-from ling_local.engine.width import StepTimes
+from ling_local.engine.width import PIECE, PLAIN_FIRST, StepTimes
 from ling_local.errors import ContextTooLong, EngineBusy, EngineError, ModelError, UsageError
-from ling_local.types import TokenRequest
+from ling_local.types import SamplingParams, TokenRequest
 
 KEPT_SNAPSHOTS = 8
 SMALL_BYTES = 2**28  # weights below this leave more than two threads nothing to do
@@ -126,11 +127,29 @@ class NativeEngine:
             torch.set_num_threads(threads)
         elif not gpu and info.weight_bytes < SMALL_BYTES:
             engine.threads = ThreadRule(min(torch.get_num_threads(), 2))
+            engine.time_steps()
         return engine
 
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @torch.inference_mode()
+    def time_steps(self) -> None:
+        """Run each kind of step a few times on a state of its own: code and weights get warm, and the width rule
+        knows from the first token on what a step costs here. A tenth of a second for a small model."""
+        torch.set_num_threads(1)
+        block = self._info.block
+        widths = sorted({1, min(PIECE, block + 1), block + 1}) if block else []
+        kinds = [(1, 0)] * (PLAIN_FIRST + 1) + [(width, block) for width in widths for _ in range(2)]
+        state = self.new_state(len(kinds) * ROW_TILE)
+        state.reserve(len(kinds) * ROW_TILE)
+        state.begin(0, 0, len(kinds) * ROW_TILE, [], SamplingParams())
+        for number, (width, following) in enumerate(kinds):
+            started = time.monotonic()
+            step(self.ops, self.weights, state, self.drafter, width, following)
+            state.ring[number % RING_SLOTS].tolist()
+            self.step_times.note(width, following > 0, time.monotonic() - started)
 
     def new_state(self, context: int) -> SequenceState:
         """An empty state for `context` tokens."""
