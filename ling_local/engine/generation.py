@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ling_kernels.ops import ERROR_NON_FINITE, ROW_TILE, STOPPED_EOS, STOPPED_LENGTH, KernelError
+from ling_local.engine.state import is_greedy
 from ling_local.engine.width import WidthRule
 from ling_local.errors import EngineError, NonFinite
 from ling_local.types import FinishReason, StepResult, TokenRequest
@@ -45,7 +46,8 @@ class NativeGeneration:
         self.drafts = 0  # made by the last granted step
         self.made: deque[int] = deque()  # by each step that is granted and not read
         self.sure: tuple[float, ...] = ()  # confidence of the drafts of the last step read
-        self.rule = WidthRule(engine.info.block if request.draft else 0, engine.step_times, request.full_width)
+        times = engine.step_times[is_greedy(request.sampling)]
+        self.rule = WidthRule(engine.info.block if request.draft else 0, times, request.full_width)
         self.known = list(request.ids)  # tokens known so far; all but the last are in the state
 
     def cancel(self) -> None:
@@ -120,7 +122,7 @@ class NativeGeneration:
             made = self.made.popleft()
             rule.note(entry.drafted + 1, made, entry.count, now - clock)
             if engine.threads:
-                engine.threads.note((entry.drafted, made > 0), now - clock)
+                engine.threads.note((entry.drafted, made > 0, rule.times), now - clock)
             finish = FINISH[entry.finish]
             yield StepResult(entry.ids, entry.drafted, entry.accepted, now, finish, *prefill)
             prefill = (0, 0, 0.0)

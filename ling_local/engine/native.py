@@ -59,7 +59,7 @@ class NativeEngine:
         self.run_ahead = gpu.run_ahead if gpu else 1
         self.chunk = PREFILL_CHUNK if gpu else CHUNK
         self.step = CapturedStep(step) if gpu and gpu.capture else step
-        self.step_times = StepTimes()
+        self.step_times = {greedy: StepTimes() for greedy in (True, False)}  # drawing costs time too
         self.threads: ThreadRule | None = None
         self._info = info
         self._state: SequenceState | None = self.new_state(info.context_limit)
@@ -149,7 +149,7 @@ class NativeEngine:
             started = time.monotonic()
             step(self.ops, self.weights, state, self.drafter, width, following)
             state.ring[number % RING_SLOTS].tolist()
-            self.step_times.note(width, following > 0, time.monotonic() - started)
+            self.step_times[True].note(width, following > 0, time.monotonic() - started)
 
     def new_state(self, context: int) -> SequenceState:
         """An empty state for `context` tokens."""

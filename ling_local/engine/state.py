@@ -19,6 +19,11 @@ from ling_local.types import SamplingParams
 RING_SLOTS = 8  # more than the steps that are ever granted ahead
 
 
+def is_greedy(params: SamplingParams) -> bool:
+    """No draw is needed: a mode that is fixed for a request, and for a captured graph."""
+    return params.temperature == 0 or params.top_k == 1
+
+
 class Window(NamedTuple):
     """One verify step's tokens: ids, positions [ROW_TILE] int64, the first `rows` of them live; drafts [rows-1]."""
 
@@ -98,8 +103,7 @@ class SequenceState:
         self.sampling.top_k.fill_(params.top_k)
         self.sampling.top_p.fill_(params.top_p)
         self.sampling.seed.fill_(params.seed)
-        greedy = params.temperature == 0 or params.top_k == 1
-        self.sampling = self.sampling._replace(greedy=greedy)
+        self.sampling = self.sampling._replace(greedy=is_greedy(params))
 
     def window(self, width: int) -> Window:
         """The anchor and the first width - 1 drafts as rows of a tile. The rows past them are never looked at."""

@@ -41,7 +41,8 @@ def load(folder: Path, draft: str = "off", block: int = 0, **kw) -> NativeEngine
     """An engine that finds drafting worth its while from the first step on."""
     engine = NativeEngine.load(folder, draft=draft, block=block, **kw)
     for _ in range(PLAIN_FIRST + 1):
-        engine.step_times.note(1, False, 1e3)
+        for times in engine.step_times.values():
+            times.note(1, False, 1e3)
     return engine
 
 
@@ -101,13 +102,17 @@ def forced(folder: Path, draft: str, block: int, answer: Sequence[int], pattern:
 @pytest.mark.parametrize(("draft", "block"), WAYS)
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
 def test_an_untrained_draft_changes_nothing(folder: Path, draft: str, block: int, sampling: SamplingParams) -> None:
-    engine, reference = load(folder, draft, block), load(folder, draft, block)
-    results = run(engine, sampling=sampling, full_width=False)
-    alone = run(reference, sampling=sampling, draft=False)
-    assert tokens(results) == tokens(alone) == tokens(run(load(folder), sampling=sampling))
-    assert any(r.drafted for r in results)
-    assert not any(r.drafted for r in alone)
-    assert_same_state(engine, reference)
+    alone = tokens(run(load(folder), sampling=sampling))
+    reference = load(folder, draft, block)
+    undrafted = run(reference, sampling=sampling, draft=False)
+    assert tokens(undrafted) == alone
+    assert not any(r.drafted for r in undrafted)
+    for full_width in (True, False):
+        engine = load(folder, draft, block)
+        results = run(engine, sampling=sampling, full_width=full_width)
+        assert tokens(results) == alone
+        assert any(r.drafted for r in results) or not full_width
+        assert_same_state(engine, reference)
 
 
 @pytest.mark.parametrize("draft", KINDS)
