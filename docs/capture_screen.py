@@ -120,7 +120,7 @@ def main() -> None:
         session = Session(Path(home), given.columns, given.rows)
         session.watch(lambda text: "ctx" in text or "context" in text)
         session.ask(QUESTIONS[0])
-        session.watch(lambda text: text.count("──") >= 2)
+        session.watch(lambda text: "── " in text)  # the quiet line after the first answer
         session.ask(QUESTIONS[1])
         session.watch(lambda text: _tokens(text) >= given.tokens)
         lines, text = styled(session.screen), session.text
