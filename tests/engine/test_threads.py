@@ -56,7 +56,7 @@ def test_the_engine_follows_the_rule_and_a_given_number_is_fixed(tmp_path) -> No
         engine = NativeEngine.load(folder)
         engine.threads = ThreadRule(2)
         made = [t for r in engine.generate(TokenRequest((1, 2, 3), max_tokens=12)) for t in r.ids]
-        assert engine.threads.held + engine.threads.waited >= 12
+        assert engine.threads.best, "the rule was told of no step"
         fixed = NativeEngine.load(folder, threads=1)
         assert fixed.threads is None
         assert torch.get_num_threads() == 1
