@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -11,6 +12,7 @@ from ling_local.engine.config import DraftConfig, ModelConfig
 from ling_local.engine.drafts import draft_params
 from ling_local.engine.dspark import DSpark
 from ling_local.engine.layout import DRAFT_COPIES, TensorSpec, draft_layout, field_specs, model_layout
+from ling_local.engine.shard import WHOLE, Shard, rank_config, rank_draft
 from ling_local.engine.weights import Weights, assemble
 
 FLASH = ModelConfig(
@@ -67,14 +69,7 @@ MODELS = {"tiny": TINY, "flash": FLASH}
 
 def shard_of(config: ModelConfig, ranks: int) -> ModelConfig:
     """The part of a model that one of `ranks` ranks computes, as a model of its own that exchanges nothing."""
-    return replace(
-        config,
-        num_heads=config.num_heads // ranks,
-        intermediate_size=config.intermediate_size // ranks,
-        moe_intermediate_size=config.moe_intermediate_size // ranks,
-        shared_intermediate_size=config.shared_intermediate_size // ranks,
-        vocab_size=config.vocab_size // ranks,
-    )
+    return replace(rank_config(config, ranks), vocab_size=config.vocab_size // ranks)
 
 
 def draft_for(config: ModelConfig, layers: int = 3, heads: int = 16, block: int = 7, rank: int = 512) -> DraftConfig:
@@ -104,29 +99,38 @@ def draft_for(config: ModelConfig, layers: int = 3, heads: int = 16, block: int 
     )
 
 
-def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0) -> Weights:
-    """A whole model of random weights on `device`, the same for the same seed and device."""
-    return assemble(config, _fields(model_layout(config), dtype, device, seed))
+def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0, shard: Shard = WHOLE) -> Weights:
+    """One rank's part of a model of random weights on `device`: for the same seed and kind of device the same model,
+    however many ranks share it."""
+    return assemble(config, _fields(model_layout(config, shard.size), dtype, device, seed, shard), shard)
 
 
-def dummy_draft(config: DraftConfig, dtype: torch.dtype, device: str, seed: int = 1) -> DSpark:
+def dummy_draft(config: DraftConfig, dtype: torch.dtype, device: str, seed: int = 1, shard: Shard = WHOLE) -> DSpark:
     """A draft of random weights."""
-    own = [spec for spec in draft_layout(config) if spec.name not in DRAFT_COPIES]
+    own = [spec for spec in draft_layout(config, shard.size) if spec.name not in DRAFT_COPIES]
     temperatures = torch.ones(config.block_size, device=device)
-    return DSpark(config, draft_params(config, _fields(own, dtype, device, seed), temperatures), config.block_size)
+    fields = _fields(own, dtype, device, seed, shard)
+    return DSpark(config, draft_params(rank_draft(config, shard.size), fields, temperatures), config.block_size)
 
 
-def _fields(specs: list[TensorSpec], dtype: torch.dtype, device: str, seed: int) -> dict[str, Tensor]:
-    """Values by which a product keeps the size of its input: activations stay finite, routing and gates alive."""
-    generator = torch.Generator(device).manual_seed(seed)
-    fields = {}
-    for field in field_specs(specs):
-        value = torch.empty(field.shape, dtype=torch.float32 if field.fp32 else dtype, device=device)
-        if "norm" in field.name:
-            value.fill_(1.0)
-        elif len(field.shape) == 1:
-            value.normal_(0.0, 0.1, generator=generator)
-        else:
-            value.normal_(0.0, field.shape[-1] ** -0.5, generator=generator)
-        fields[field.name] = value
+def _fields(specs: list[TensorSpec], dtype: torch.dtype, device: str, seed: int, shard: Shard) -> dict[str, Tensor]:
+    """Values by which a product keeps the size of its input: activations stay finite, routing and gates alive.
+
+    Every tensor is drawn whole, from a generator seeded by its place in the table, and then cut."""
+    fields = {
+        field.name: torch.empty(field.shape, dtype=torch.float32 if field.fp32 else dtype, device=device)
+        for field in field_specs(specs, shard.size)
+    }
+    generator = torch.Generator(device)
+    for number, spec in enumerate(specs):
+        target = fields[spec.field] if spec.expert is None else fields[spec.field][spec.expert]
+        rows = spec.local_shape(shard.size)[0]
+        target = target[spec.row : spec.row + rows]
+        if "norm" in spec.field.rpartition(".")[2]:
+            target.fill_(1.0)
+            continue
+        whole = torch.empty(spec.shape, dtype=target.dtype, device=device)
+        scale = 0.1 if len(spec.shape) == 1 else math.prod(spec.shape[1:]) ** -0.5
+        whole.normal_(0.0, scale, generator=generator.manual_seed(1_000_003 * seed + number))
+        target.copy_(whole[shard.slices(spec)].reshape(target.shape))
     return fields

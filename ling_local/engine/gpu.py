@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 import ling_kernels
+from ling_kernels.exchange import Board
 from ling_kernels.ops import KernelError, Ops
 from ling_local.engine.drafter import Drafter
 from ling_local.engine.protocol import Progress, ProgressFn
+from ling_local.engine.shard import rank_config
 from ling_local.engine.state import RING_SLOTS, SequenceState
 from ling_local.engine.weights import Weights
 from ling_local.errors import OutOfMemory, UsageError
@@ -33,8 +35,13 @@ class GpuOptions:
     run_ahead: int = 3
 
 
-def open_gpu_ops(device: str, dtype: str, options: GpuOptions, progress: ProgressFn | None) -> Ops:
-    """The kernels of a GPU, compiled or from the cache. Raises UsageError: the CPU path is always there."""
+def open_gpu_ops(
+    device: str, dtype: str, options: GpuOptions, progress: ProgressFn | None, board: Board | None = None
+) -> Ops:
+    """The kernels of a GPU, compiled or from the cache. Raises UsageError: the CPU path is always there.
+
+    board: what the ranks share, where there are several.
+    """
 
     def report(unit: str, done: int, total: int) -> None:
         if progress:
@@ -47,6 +54,7 @@ def open_gpu_ops(device: str, dtype: str, options: GpuOptions, progress: Progres
             progress=report,
             pdl=options.pdl,
             allow_untested=options.allow_untested,
+            board=board,
         )
     except KernelError as error:
         raise UsageError(str(error), "use --device cpu") from None
@@ -68,7 +76,8 @@ def check_gpu_memory(folder: Path, device: str, needed: int) -> None:
 
 def state_bytes(weights: Weights, drafter: Drafter | None, context: int) -> int:
     """Memory of a state for `context` tokens; nothing is allocated."""
-    probe = SequenceState(weights.config, context, weights.dtype, "meta", 1)
+    config = rank_config(weights.config, weights.shard.size)
+    probe = SequenceState(config, context, weights.dtype, "meta", 1)
     if drafter:
         drafter.attach(probe, weights)
     return sum(value.nbytes for value in vars(probe).values() if isinstance(value, Tensor))

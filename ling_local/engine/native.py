@@ -6,16 +6,19 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import ling_kernels
+from ling_kernels.exchange import Board
 from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, Ops
 from ling_local.engine.capture import CapturedStep
 from ling_local.engine.config import load_model_config
 from ling_local.engine.drafter import Drafter
 from ling_local.engine.drafts import open_drafter
+from ling_local.engine.follow import Peers, told
 from ling_local.engine.generation import CHUNK, NativeGeneration, RingEntry
 from ling_local.engine.gpu import (
     PREFILL_CHUNK,
@@ -28,6 +31,7 @@ from ling_local.engine.gpu import (
 from ling_local.engine.layout import memory_bytes, model_layout, parameter_count
 from ling_local.engine.model import forward
 from ling_local.engine.protocol import EngineInfo, ProgressFn
+from ling_local.engine.shard import Shard, check_size, rank_config
 from ling_local.engine.state import RING_SLOTS, SequenceState, Snapshot
 from ling_local.engine.step import step
 from ling_local.engine.threads import ThreadRule
@@ -41,7 +45,11 @@ SMALL_BYTES = 2**28  # weights below this leave more than two threads nothing to
 
 
 class NativeEngine:
-    """A loaded model with the state of one sequence. Build it with `load`."""
+    """A loaded model with the state of one sequence. Build it with `load`.
+
+    With several ranks each process has one, over its part of the weights. Rank 0 decides; whatever touches a state is
+    called through `_everywhere`, which tells the other ranks first (follow.py).
+    """
 
     def __init__(
         self,
@@ -61,6 +69,7 @@ class NativeEngine:
         self.step = CapturedStep(step) if gpu and gpu.capture else step
         self.step_times = {greedy: StepTimes() for greedy in (True, False)}  # drawing costs time too
         self.threads: ThreadRule | None = None
+        self.peers: Peers | None = None  # on rank 0 of several
         self._info = info
         self._state: SequenceState | None = self.new_state(info.context_limit)
         self._host_ring = HostRing(self._state) if gpu else None
@@ -81,11 +90,12 @@ class NativeEngine:
         threads: int = 0,
         progress: ProgressFn | None = None,
         gpu: GpuOptions | None = None,
+        board: Board | None = None,
     ) -> NativeEngine:
-        """Check and load the checkpoint folder `path`.
+        """Check and load the checkpoint folder `path`, or one rank's part of it.
 
         context: tokens to hold at most, 0 for the model's limit, or on a GPU for what fits; threads: torch's, 0 for a
-        fitting number.
+        fitting number; board: what the ranks share, where there are several: all of them load at about the same time.
         Raises ModelError, UsageError or OutOfMemory; nothing is mapped before all files were checked.
         """
         folder = Path(path)
@@ -97,19 +107,24 @@ class NativeEngine:
                 f"a context of {context} tokens is not possible: the model's limit is {config.max_position_embeddings}",
                 f"give --ctx a number from 1 to {config.max_position_embeddings}",
             )
-        specs = model_layout(config)
+        shard = Shard(board.rank, board.size) if board else Shard()
+        check_size(config, shard.size)
+        specs = model_layout(config, shard.size)
+        part_bytes = memory_bytes(specs, DTYPES[dtype].itemsize, shard.size)
         gpu = None if device == "cpu" else gpu or GpuOptions()
         if gpu:
-            ops = open_gpu_ops(device, dtype, gpu, progress)
-            check_gpu_memory(folder, device, memory_bytes(specs, DTYPES[dtype].itemsize))
+            ops = open_gpu_ops(device, dtype, gpu, progress, board)
+            check_gpu_memory(folder, device, part_bytes)
         else:
-            ops = ling_kernels.load(device)
-        weights = load_weights(folder, config, DTYPES[dtype], device, progress)
+            ops = ling_kernels.load(device, board=board)
+        weights = load_weights(folder, config, DTYPES[dtype], device, progress, shard)
         drafter = open_drafter(folder, weights, draft, block)
         limit = context or config.max_position_embeddings
         if gpu:
             free, _ = torch.cuda.mem_get_info(device)
             limit = fitting_context(weights, drafter, limit, free, asked=context > 0)
+        if board:  # the ranks agree on what the fullest GPU can hold
+            limit = min(int(answer) for answer in board.share(b"%d" % limit))
         info = EngineInfo(
             model=folder.resolve().name,
             dtype=dtype,
@@ -117,7 +132,8 @@ class NativeEngine:
             context_limit=limit,
             vocab_size=config.vocab_size,
             parameters=parameter_count(specs),
-            weight_bytes=memory_bytes(specs, DTYPES[dtype].itemsize),
+            weight_bytes=part_bytes,
+            ranks=shard.size,
             drafter=drafter.name if drafter else "off",
             block=drafter.block if drafter else 0,
             torch=torch.__version__,
@@ -153,18 +169,22 @@ class NativeEngine:
 
     def new_state(self, context: int) -> SequenceState:
         """An empty state for `context` tokens."""
-        state = SequenceState(self.weights.config, context, self.weights.dtype, self._info.device, self.vocab)
+        config = rank_config(self.weights.config, self.weights.shard.size)
+        state = SequenceState(config, context, self.weights.dtype, self._info.device, self.vocab)
         if self.drafter:
             self.drafter.attach(state, self.weights)
         return state
 
-    @torch.inference_mode()
     def score(self, ids: Sequence[int], *, chunk: int = CHUNK, window: int = 0) -> Tensor:
         """Logits of every position, [n, V] fp32, on a state of its own.
 
         By prefill in chunks of `chunk`, or, with window 1..16, by verify steps of that many rows, all committed.
         """
         self._check_ids(ids)
+        return self._everywhere("_score", tuple(ids), chunk, window)
+
+    @torch.inference_mode()
+    def _score(self, ids: Sequence[int], chunk: int, window: int) -> Tensor:
         state = self.new_state(len(ids))
         logits = []
         for start in range(0, len(ids), window or chunk):
@@ -174,8 +194,12 @@ class NativeEngine:
             else:
                 following = ids[start + 1 : start + len(part) + 1] or [0]
                 hidden = self._prefill(state, start, part, (*following, 0)[: len(part)])
-                logits.append(self.ops.head(hidden, self.weights.lm_head))
+                logits.append(self._whole(self.ops.head(hidden, self.weights.lm_head)))
         return torch.cat(logits)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """Logits of the whole vocabulary from this rank's."""
+        return self.ops.whole(logits) if self._info.ranks > 1 else logits
 
     def _verify_all(self, state: SequenceState, start: int, ids: Sequence[int]) -> Tensor:
         """Logits of a window of known tokens, then commit them all."""
@@ -188,7 +212,7 @@ class NativeEngine:
         window = state.window(rows)
         hidden = forward(self.ops, self.weights, state, window.ids, window.positions, rows)
         self.ops.kda_commit(hidden.staged, state.conv, state.recurrent, torch.full_like(state.length, rows))
-        return self.ops.head(hidden.last, self.weights.lm_head, rows)[:rows]
+        return self._whole(self.ops.head(hidden.last, self.weights.lm_head, rows)[:rows])
 
     def generate(self, request: TokenRequest) -> NativeGeneration:
         """Start a request. Raises UsageError, ContextTooLong or EngineBusy before any work."""
@@ -218,6 +242,9 @@ class NativeEngine:
 
     def close(self) -> None:
         """Drop weights and state. Idempotent."""
+        if self.peers:
+            self.peers.close()
+            self.peers = None
         self._running = None
         self._state = None
         self._snapshots.clear()
@@ -249,36 +276,73 @@ class NativeEngine:
             self.drafter.absorb(self.ops, self.weights, state, hidden, self._tensor(following), positions, None)
         return hidden.last
 
+    def check_peers(self) -> None:
+        """Raise ExchangeTimeout where a step of this rank has waited for another in vain."""
+        if self._info.ranks > 1:
+            with told():
+                self.ops.exchange.check()
+
+    def _everywhere(self, name: str, *args: object) -> Any:
+        """Call method `name` on every rank, here last; its result here."""
+        if self.peers:
+            self.peers.send(name, args)
+        with told():
+            return getattr(self, name)(*args)
+
+    def _feed(self, start: int, ids: Sequence[int], following: Sequence[int]) -> None:
+        """Prefill a chunk into the state of the sequence."""
+        with torch.inference_mode():
+            self._prefill(self._state, start, ids, following)
+
     def _resume(self, ids: list[int]) -> int:
         """Bring the state to the longest prefix of ids[:-1] that it or a snapshot holds; how many tokens that is."""
         usable = len(ids) - 1  # the last id is the anchor: it goes through the first step
         held = len(self._ids)
+        best = None
         if held <= usable and ids[:held] == self._ids:
             base = held
         else:
-            fitting = [s for s in self._snapshots if len(s.ids) <= usable and ids[: len(s.ids)] == s.ids]
-            best = max(fitting, key=lambda s: len(s.ids), default=None)
-            base = 0 if best is None else len(best.ids)
-            self._state.rewind() if best is None else self._state.restore(best)
+            fitting = [i for i, s in enumerate(self._snapshots) if len(s.ids) <= usable and ids[: len(s.ids)] == s.ids]
+            best = max(fitting, key=lambda i: len(self._snapshots[i].ids), default=-1)
+            base = 0 if best < 0 else len(self._snapshots[best].ids)
         self._ids = ids[:base]
         # rows past the base are about to be overwritten, so longer snapshots lose their latent rows
-        self._snapshots = [s for s in self._snapshots if self._ids[: len(s.ids)] == s.ids]
+        kept = [i for i, s in enumerate(self._snapshots) if self._ids[: len(s.ids)] == s.ids]
+        self._everywhere("_return_to", best, kept)
         return base
+
+    def _return_to(self, best: int | None, kept: list[int]) -> None:
+        """The state back to a snapshot, -1: to nothing, None: it stays; then keep those snapshots alone."""
+        if best is not None:
+            self._state.rewind() if best < 0 else self._state.restore(self._snapshots[best])
+        self._snapshots = [self._snapshots[i] for i in kept]
 
     def _remember(self) -> None:
         """Snapshot the state as it stands, unless that prefix is kept already."""
         if self._ids and all(s.ids != self._ids for s in self._snapshots):
-            self._snapshots = [*self._snapshots, self._state.snapshot(list(self._ids))][-KEPT_SNAPSHOTS:]
+            self._everywhere("_snapshot", list(self._ids))
+
+    def _snapshot(self, ids: list[int]) -> None:
+        self._snapshots = [*self._snapshots, self._state.snapshot(ids)][-KEPT_SNAPSHOTS:]
+
+    def _begin(self, length: int, anchor: int, remaining: int, stop_ids: list[int], params: SamplingParams) -> None:
+        """Set the state's words for a request."""
+        self._state.begin(length, anchor, remaining, stop_ids, params)
 
     def _forget(self) -> None:
         """Empty state: after an error nothing of it can be trusted."""
-        self._state.clear()
-        self._snapshots.clear()
+        self._everywhere("_clear")
         self._ids = []
 
-    def _launch(self, number: int, width: int, following: int) -> None:
-        """Launch step `number`; on a GPU its ring entry is sent to the host behind it."""
-        self.step(self.ops, self.weights, self._state, self.drafter, width, following)
+    def _clear(self) -> None:
+        self._state.clear()
+        self._snapshots.clear()
+
+    def _launch(self, number: int, width: int, following: int, reach: int) -> None:
+        """Launch step `number`; on a GPU its ring entry is sent to the host behind it. reach: see `reserve`."""
+        self._state.reserve(reach)
+        with torch.inference_mode():
+            self.step(self.ops, self.weights, self._state, self.drafter, width, following)
         if self._host_ring:
             self._host_ring.send(self._state.ring, number)
 
@@ -286,6 +350,7 @@ class NativeEngine:
         """Wait for step `number` and read its entry: the only place where a device value reaches the host."""
         ring, host = self._state.ring, self._host_ring
         values = host.wait(number) if host else ring[number % RING_SLOTS].tolist()
+        self.check_peers()  # a step that gave up on a peer ends with an entry, and no sense in it
         ids = values[RING_HEADER : RING_HEADER + values[1]]
         sure = [v / 1e6 for v in values[RING_HEADER + ROW_TILE :]]
         return RingEntry(*values[:RING_HEADER], tuple(ids), tuple(sure))

@@ -50,6 +50,8 @@ class EngineSpec:
     device   "cpu" or "cuda"; dtype "float32" or "bfloat16"
     draft    "off", "auto", "mtp" or "dspark"; block: drafts per step, 0 for the drafter's own
     context  tokens to hold at most, 0 for the model's own limit
+    gpus     numbers of the GPUs to use, a rank each; (): as many as the model needs
+    ranks    ranks on a CPU, 0 for one: what several GPUs do, to try it where there are none
     """
 
     model: str
@@ -60,6 +62,8 @@ class EngineSpec:
     block: int = 0
     context: int = 0
     threads: int = 0
+    gpus: tuple[int, ...] = ()
+    ranks: int = 0
 
 
 class Generation(Protocol):

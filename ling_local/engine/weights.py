@@ -16,6 +16,7 @@ from ling_local.engine.checkpoint import Entry, check_files
 from ling_local.engine.config import ModelConfig
 from ling_local.engine.layout import BF16, F32, TensorSpec, field_specs, memory_bytes, model_layout
 from ling_local.engine.protocol import Progress, ProgressFn
+from ling_local.engine.shard import WHOLE, Shard
 from ling_local.errors import OutOfMemory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,7 +46,8 @@ class MtpWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A whole model on one rank. embedding, lm_head [V, D]; norm [D]."""
+    """One rank's part of a model, all of it where there is one rank. embedding, lm_head [V / N, D]; norm [D]; config:
+    the whole model's."""
 
     config: ModelConfig
     embedding: Tensor
@@ -53,6 +55,7 @@ class Weights:
     norm: Tensor
     lm_head: Tensor
     mtp: MtpWeights | None
+    shard: Shard = WHOLE
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,19 +63,24 @@ class Weights:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: str, progress: ProgressFn | None = None
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: str,
+    progress: ProgressFn | None = None,
+    shard: Shard = WHOLE,
 ) -> Weights:
-    """Check the files of `folder` and read them. Raises ModelError or OutOfMemory before a byte is mapped.
+    """Check the files of `folder` and read one rank's part. Raises ModelError or OutOfMemory before a byte is mapped.
 
-    Peak memory is the weights plus one tensor.
+    Peak memory is the part plus one tensor.
     """
-    specs = model_layout(config)
+    specs = model_layout(config, shard.size)
     entries = check_files(folder, specs)
-    needed = memory_bytes(specs, dtype.itemsize)
+    needed = memory_bytes(specs, dtype.itemsize, shard.size) * (shard.size if device == "cpu" else 1)
     if device == "cpu":
         check_memory(folder, needed, dtype)
-    fields = fill_fields(specs, entries, dtype, device, progress)
-    return assemble(config, fields)
+    fields = fill_fields(specs, entries, dtype, device, progress, shard)
+    return assemble(config, fields, shard)
 
 
 def check_memory(folder: Path, needed: int, dtype: torch.dtype) -> None:
@@ -96,28 +104,45 @@ def fill_fields(
     dtype: torch.dtype,
     device: str,
     progress: ProgressFn | None = None,
+    shard: Shard = WHOLE,
 ) -> dict[str, Tensor]:
-    """Fused tensors by name, each part read from its file, converted and put in its place."""
+    """Fused tensors of one rank by name, each part read from its file, converted and put in its place."""
     present = [spec for spec in specs if spec.name in entries]
     fields = {
         field.name: torch.empty(field.shape, dtype=torch.float32 if field.fp32 else dtype, device=device)
-        for field in field_specs(present)
+        for field in field_specs(present, shard.size)
     }
-    total, done = sum(entries[spec.name].num_bytes for spec in present), 0
-    for spec, part in _read(present, entries):
+    total, done = sum(_part_bytes(spec, entries[spec.name], shard) for spec in present), 0
+    for spec, part in _read(present, entries, shard):
         target = fields[spec.field] if spec.expert is None else fields[spec.field][spec.expert]
-        rows = spec.shape[0]
+        rows = spec.local_shape(shard.size)[0]
         target[spec.row : spec.row + rows].copy_(part.reshape(rows, *target.shape[1:]))
-        done += entries[spec.name].num_bytes
+        done += _part_bytes(spec, entries[spec.name], shard)
         if progress:
             progress(Progress("loading weights", done, total))
     return fields
 
 
-def _read(specs: list[TensorSpec], entries: dict[str, Entry]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Tensors in the order of their bytes, so that a disk reads ahead."""
+def _part_bytes(spec: TensorSpec, entry: Entry, shard: Shard) -> int:
+    return entry.num_bytes if spec.shard is None else entry.num_bytes // shard.size
+
+
+def _read(specs: list[TensorSpec], entries: dict[str, Entry], shard: Shard) -> Iterator[tuple[TensorSpec, Tensor]]:
+    """Parts of tensors in the order of their bytes, so that a disk reads ahead."""
     for spec in sorted(specs, key=lambda s: (entries[s.name].file, entries[s.name].offset)):
-        yield spec, read_tensor(entries[spec.name])
+        yield spec, read_part(entries[spec.name], spec, shard)
+
+
+def read_part(entry: Entry, spec: TensorSpec, shard: Shard = WHOLE) -> Tensor:
+    """A rank's part of one tensor. Rows of it are read alone; a part of each row is cut out of the whole tensor, whose
+    pages every rank would touch anyway."""
+    if spec.shard != 0 or shard.size == 1:
+        return read_tensor(entry)[shard.slices(spec)] if spec.shard else read_tensor(entry)
+    rows = shard.part(spec.shape[0])
+    num = rows.stop - rows.start
+    step = entry.num_bytes // spec.shape[0]
+    data = np.fromfile(entry.file, dtype=np.uint8, count=num * step, offset=entry.offset + rows.start * step)
+    return torch.from_numpy(data).view(FILE_DTYPES[entry.dtype]).view(num, *spec.shape[1:])
 
 
 def read_tensor(entry: Entry) -> Tensor:
@@ -126,7 +151,7 @@ def read_tensor(entry: Entry) -> Tensor:
     return torch.from_numpy(data).view(FILE_DTYPES[entry.dtype]).view(entry.shape)
 
 
-def assemble(config: ModelConfig, fields: dict[str, Tensor]) -> Weights:
+def assemble(config: ModelConfig, fields: dict[str, Tensor], shard: Shard = WHOLE) -> Weights:
     """Fields by name to frozen weights."""
     layers = tuple(_layer(config, fields, i, f"layers.{i}.") for i in range(config.num_layers))
     mtp = None
@@ -138,7 +163,7 @@ def assemble(config: ModelConfig, fields: dict[str, Tensor]) -> Weights:
             _layer(config, fields, config.num_layers, "mtp."),
             fields["mtp.norm"],
         )
-    return Weights(config, fields["embedding"], layers, fields["norm"], fields["lm_head"], mtp)
+    return Weights(config, fields["embedding"], layers, fields["norm"], fields["lm_head"], mtp, shard)
 
 
 def _layer(config: ModelConfig, fields: dict[str, Tensor], layer: int, prefix: str) -> LayerWeights:

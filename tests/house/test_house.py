@@ -24,12 +24,19 @@ ROOMS = {
     "text": 2,
     "engine.config": 2,
     "engine.layout": 3,
+    "engine.shard": 3.5,
     "engine.checkpoint": 4,
     "engine.script": 4,
     "engine.weights": 5,
     "engine.state": 5,
     "engine.model": 6,
     "engine.width": 1,
+    "engine.pulse": 1,
+    "engine.pinning": 1,
+    "engine.gpus": 4.5,
+    "engine.follow": 7.95,
+    "engine.ranks": 8.5,
+    "engine.launch": 10.5,
     "engine.threads": 1,
     "engine.drafter": 7,
     "engine.dspark": 7.5,
@@ -60,7 +67,7 @@ ROOMS = {
 }
 TORCH_BEHIND = {"engine.weights", "engine.state", "engine.model", "engine.step", "engine.native", "train"}
 TORCH_BEHIND |= {"engine.drafter", "engine.drafts", "engine.dspark", "engine.nextn", "engine.generation"}
-TORCH_BEHIND |= {"engine.capture", "engine.gpu", "engine.dummy"}
+TORCH_BEHIND |= {"engine.capture", "engine.gpu", "engine.dummy", "engine.launch", "engine.follow"}
 MAX_LINES, MAX_FUNCTION = 400, 80
 
 
