@@ -17,12 +17,14 @@ def load(
     pdl: bool = True,
     allow_untested: bool = False,
     board: Board | None = None,
+    peer_memory: bool = True,
 ) -> Ops:
     """The ops for a device: "cpu", "cuda" or "cuda:1". Raises KernelError for one that has none.
 
     cache: folder for compiled kernels, None to compile anew; progress(unit, done, total) is told of each compilation;
     pdl: let a kernel start while the one before it ends. allow_untested: hand out kernels that no GPU has run yet.
     board: what this rank shares with the others, where there are several; all of them call this at about the same time.
+    peer_memory: try to write into each other's memory; without, or where it fails its test, ranks exchange over NCCL.
     """
     kind, _, index = device.partition(":")
     several = board is not None and board.size > 1
@@ -36,5 +38,5 @@ def load(
     if kind == "cuda":
         from ling_kernels.cuda import open_ops
 
-        return open_ops(int(index or 0), cache, progress, pdl, board if several else None)
+        return open_ops(int(index or 0), cache, progress, pdl, board if several else None, peer_memory)
     raise KernelError(f"no kernels for device '{device}' yet")

@@ -95,7 +95,8 @@ class Board:
         if not 0 <= rank < size <= MAX_RANKS:
             raise KernelError(f"rank {rank} of {size}: at most {MAX_RANKS} ranks")
         self.rank, self.size = rank, size
-        os.ftruncate(fd, board_bytes(size))  # the same from every rank
+        if os.fstat(fd).st_size < board_bytes(size):  # it may hold more than a board
+            os.ftruncate(fd, board_bytes(size))
         self.memory = mmap.mmap(fd, board_bytes(size))
         self._number = 0
 

@@ -40,6 +40,7 @@ StdinWait = _option("stdin_wait")
 Speculation = _option("speculation")
 Block = _option("block")
 Device = _option("device")
+Gpus = _option("gpus")
 Dtype = _option("dtype")
 Ctx = _option("ctx")
 Threads = _option("threads")
@@ -60,7 +61,7 @@ FullWidth = _option("full_width")
 Check = _option("check")
 CheckBlocks = _option("check_blocks")
 
-RARE = ("block", "device", "dtype", "ctx", "threads", "engine", "color", "quiet", "debug")
+RARE = ("block", "device", "gpus", "dtype", "ctx", "threads", "engine", "color", "quiet", "debug")
 
 
 def open_settings(context: typer.Context, *, warn: bool = True) -> tuple[Settings, Output]:

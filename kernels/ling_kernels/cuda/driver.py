@@ -74,7 +74,12 @@ class Device:
         config.attrs = self._attributes if self.pdl else []
         config.numAttrs = len(config.attrs)
         (status,) = driver.cuLaunchKernelEx(config, self._function(name, shared), packed(args), 0)
-        self._check(status, f"kernel {name} was not launched")
+        self.check(status, f"kernel {name} was not launched")
+
+    @property
+    def driver(self):
+        """The driver's functions."""
+        return self._driver
 
     def resident(self, name: str, block: int, shared: int = 0) -> int:
         """How many blocks of kernel `name` the whole GPU holds at once; at least one a multiprocessor is assumed."""
@@ -82,7 +87,7 @@ class Device:
         if key not in self._resident:
             occupancy = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
             status, blocks = occupancy(self._function(name, shared), block, shared)
-            self._check(status, f"kernel {name} cannot be placed")
+            self.check(status, f"kernel {name} cannot be placed")
             self._resident[key] = max(blocks, 1) * self.properties.num_sms
         return self._resident[key]
 
@@ -96,7 +101,7 @@ class Device:
                     raise KernelError(f"kernel {name} needs {shared} bytes of shared memory, this GPU gives {limit}")
                 kind = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 (status,) = self._driver.cuFuncSetAttribute(self._functions[key], kind, shared)
-                self._check(status, f"kernel {name} cannot have {shared} bytes of shared memory")
+                self.check(status, f"kernel {name} cannot have {shared} bytes of shared memory")
         return self._functions[key]
 
     def _find(self, name: str) -> object:
@@ -108,7 +113,7 @@ class Device:
 
     def _load(self, unit: str, cubin: bytes) -> object:
         status, module = self._driver.cuModuleLoadData(cubin)
-        self._check(status, f"the driver refused the compiled kernels of {unit}.cu")
+        self.check(status, f"the driver refused the compiled kernels of {unit}.cu")
         return module
 
     def _serialization(self) -> object:
@@ -118,7 +123,8 @@ class Device:
         attribute.value.programmaticStreamSerializationAllowed = 1
         return attribute
 
-    def _check(self, status: object, what: str) -> None:
+    def check(self, status: object, what: str) -> None:
+        """KernelError where the driver did not do what it was asked for."""
         if status != self._driver.CUresult.CUDA_SUCCESS:
             _, text = self._driver.cuGetErrorString(status)
             raise KernelError(f"{what}: {text.decode() if text else status}")
