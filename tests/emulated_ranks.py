@@ -163,6 +163,12 @@ def check_picks(at: Rank) -> None:
         assert_near(got.confidence, want.confidence, "confidence", 1e-4)
 
 
+def check_ops(at: Rank) -> None:
+    check_activations(at)
+    check_choices(at)
+    check_picks(at)
+
+
 def check_silence(at: Rank) -> None:
     """Rank 1 stays away: rank 0 gives up once, names it, and the exchanges after that do not wait at all."""
     if at.rank == 1:

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from checkpoints import write_checkpoint
 from ling_local.engine import gpus
 from ling_local.engine.gpus import Gpu, needed_bytes, rank_devices, visible_order
+from ling_local.engine.links import Link, find_links, num_nvlinks, try_exchange
 from ling_local.engine.pinning import cpu_list, launcher_cpu
 from ling_local.engine.protocol import EngineSpec
 from ling_local.engine.pulse import LOOK_S, Listener, Pulse, make_pulse
@@ -56,6 +58,22 @@ def test_named_gpus_are_the_ones(spec: EngineSpec) -> None:
     assert rank_devices(replace(spec, gpus=(1,))) == ["cuda:1"]
     assert rank_devices(replace(spec, device="cpu")) == ["cpu"]
     assert rank_devices(replace(spec, engine="scripted")) == ["cuda"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there would be an answer")
+def test_a_trial_without_gpus_ends_with_a_reason() -> None:
+    assert find_links() == []
+    assert num_nvlinks(0) == 0
+    trial = try_exchange((0, 1), 60)
+    assert trial.kind == ""
+    assert "rank" in trial.note
+    assert "3 GPUs" in try_exchange((0, 1, 2)).note
+    assert str(Link(0, 1, True, False)) == "GPU 0 - GPU 1: NVLink, no peer access"
+
+
+def test_a_trial_whose_ranks_die_at_once_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/bin/sleep")  # `sleep -P ...` fails at once: a rank that dies
+    assert try_exchange((0, 1), 5).note.startswith("rank")
 
 
 def test_the_kernels_notation_of_cpus() -> None:

@@ -34,6 +34,8 @@ ROOMS = {
     "engine.pulse": 1,
     "engine.pinning": 1,
     "engine.gpus": 4.5,
+    "engine.links": 4.6,
+    "engine.exchange_probe": 4.6,
     "engine.follow": 7.95,
     "engine.ranks": 8.5,
     "engine.launch": 10.5,
@@ -68,6 +70,7 @@ ROOMS = {
 TORCH_BEHIND = {"engine.weights", "engine.state", "engine.model", "engine.step", "engine.native", "train"}
 TORCH_BEHIND |= {"engine.drafter", "engine.drafts", "engine.dspark", "engine.nextn", "engine.generation"}
 TORCH_BEHIND |= {"engine.capture", "engine.gpu", "engine.dummy", "engine.launch", "engine.follow"}
+TORCH_BEHIND |= {"engine.exchange_probe"}
 MAX_LINES, MAX_FUNCTION = 400, 80
 
 

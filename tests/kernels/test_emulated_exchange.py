@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 import time
+from ast import literal_eval
 from pathlib import Path
 
 import pytest
-import torch
 
 from checkpoints import write_checkpoint, write_draft
 from emulated_ranks import UNITS
@@ -59,26 +59,16 @@ def run_ranks(check: str, folder: Path, size: int = 2, how: str = "posted", orde
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])
-def test_sums_are_the_references_to_the_bit(folder: Path, order: int) -> None:
-    run_ranks("activations", folder, order=order)
+def test_sums_choices_and_picks_are_the_references(folder: Path, order: int) -> None:
+    run_ranks("ops", folder, order=order)
 
 
-@pytest.mark.parametrize("check", ["activations", "choices", "picks"])
-def test_four_ranks(folder: Path, check: str) -> None:
-    run_ranks(check, folder, size=4)
+def test_four_ranks(folder: Path) -> None:
+    run_ranks("ops", folder, size=4)
 
 
-@pytest.mark.parametrize("check", ["activations", "choices", "picks"])
-def test_the_fallback_gives_the_same(folder: Path, check: str) -> None:
-    run_ranks(check, folder, how="gathered")
-
-
-def test_tokens_are_chosen_from_the_whole_vocabulary(folder: Path) -> None:
-    run_ranks("choices", folder)
-
-
-def test_drafts_are_picked_from_the_whole_vocabulary(folder: Path) -> None:
-    run_ranks("picks", folder)
+def test_the_fallback_gives_the_same(folder: Path) -> None:
+    run_ranks("ops", folder, how="gathered")
 
 
 def test_a_silent_rank_is_named_and_waited_for_once(folder: Path) -> None:
@@ -108,11 +98,11 @@ def test_an_engine_of_two_ranks_finds_the_tokens_of_one(folder: Path) -> None:
     run_ranks("engine", folder)
     first, second = ((folder / f"ids{rank}").read_text() for rank in (0, 1))
     assert first == second
+    got = literal_eval(first)[0]
     alone = NativeEngine.load(model, dtype="bfloat16", context=64, threads=1)
     request = TokenRequest((3, 10, 17, 24, 31), sampling=SamplingParams(temperature=0.0), max_tokens=5, draft=False)
     want = [token for result in alone.generate(request) for token in result.ids]
-    got = eval(first)[0]  # a list of numbers that the program wrote
     parted = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
     if parted is not None:  # bf16 sums in another order: only a near tie may fall otherwise
         best = alone.score((*request.ids, *want[:parted]), window=1)[-1].topk(2).values
-        assert best[0] - best[1] < 0.05 * torch.tensor(alone.weights.config.vocab_size).float().sqrt()
+        assert best[0] - best[1] < 3e-2 * alone.score(request.ids, window=1)[-1].std()

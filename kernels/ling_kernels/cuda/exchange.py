@@ -168,7 +168,6 @@ class NcclExchange:
         self.rank, self.size = board.rank, board.size
         wait = timedelta(seconds=seconds)
         if not dist.is_available() or not dist.is_nccl_available():
-            board.share(b"")
             raise KernelError("peer memory does not work between these GPUs, and this torch has no NCCL")
         leads = board.rank == 0
         store = dist.TCPStore("127.0.0.1", 0, board.size, True, wait, wait_for_workers=False) if leads else None
