@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.driver import Device, Int64
 from ling_kernels.cuda.prefill import prefill_mla
 from ling_kernels.ops import ROW_TILE, KernelError, MlaParams
@@ -21,7 +22,7 @@ def attend_bytes(keys: int, values: int, tiles: int, stages: int, same: bool) ->
     return chunks + tiles * TILE * row + TILE * (KEYS + 4) * 4 + TILE * (KEYS + 8) * 2 + (2 * tiles + 1) * TILE * 4
 
 
-class AttendOps:
+class AttendOps(AheadOps):
     """Scratch that attention kernels share."""
 
     device: Device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.dense import Gated
 from ling_kernels.cuda.driver import Device
 from ling_kernels.ops import ROW_TILE, KdaParams, KdaStaged, KernelError
@@ -15,7 +16,7 @@ PREFILL_ROWS = 2048
 CLUSTERS_FROM = 90
 
 
-class RecurrentOps:
+class RecurrentOps(AheadOps):
     """Contracts in `ling_kernels.ops.Ops`. clusters: norm inside the kernel, by blocks that exchange their sums of
     squares, instead of leaving it to the projection that follows (`Gated`); sm_90 and later."""
 
