@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from emulator import EmulatedDevice
 from ling_kernels.cuda.driver import Argument
 
-# Places of such arguments: written several kernels earlier, and by none that may still run. (a state; keys and values
+# Places of such arguments: written several kernels earlier, and by none that may still run. (history and state; keys and values
 # below the window, positions, length)
 SETTLED = {
-    "kda_verify_sums": (6,),
+    "kda_verify_sums": (5, 6),
+    "kda_verify_sums_uneven": (5, 6),
     "mla_attend_large": (3, 4),
     "mla_attend_small": (3, 4),
     "draft_attend": (3, 4, 5),

@@ -54,11 +54,8 @@ def time_kda(ops: CudaOps, heads: int, layers: int, rows: int) -> Iterator[Timin
     count = torch.tensor(rows, device="cuda")
     staged = [ops.kda_verify(proj, conv[i], state[i], params, rows)[1] for i in range(layers)]
     size = FP32 * (inner * 128 + rows * 3 * inner) + BF16 * rows * (9 * inner + heads)
-    for clusters in (False, True):
-        ops.clusters = clusters
-        calls = [_call(ops.kda_verify, proj, conv[i], state[i], params, rows) for i in range(layers)]
-        yield Timing(f"kda_verify{' (clusters)' if clusters else ''}", rows, size, time_graph(calls))
-    ops.clusters = False
+    calls = [_call(ops.kda_verify, proj, conv[i], state[i], params, rows) for i in range(layers)]
+    yield Timing("kda_verify", rows, size, time_graph(calls))
     size = layers * FP32 * (2 * inner * 128 + rows * 3 * inner)
     yield Timing("kda_commit", rows, size, time_graph([_call(ops.kda_commit, staged, conv, state, count)] * 4))
 

@@ -230,7 +230,7 @@ class Ops(Protocol):
         """KDA over a window, raw projections to gated output. Reads conv and state, never writes them.
 
         proj [R, 5P+H] act, q‖k‖v‖f‖g‖b; conv [3, 3P] act, raw inputs before the window; state [H, 128, 128] fp32 as
-        [key, value]; rows = W. -> o [R, P] act (rows past W are zero), staged. The recurrence is sequential in fp32
+        [value, key]; rows = W. -> o [R, P] act (rows past W are zero), staged. The recurrence is sequential in fp32
         with one order of operations. Source: ling3-model.md 4.1, dspark.md 9.
         """
         ...

@@ -45,7 +45,7 @@ class Snapshot(NamedTuple):
 class SequenceState:
     """State of the one sequence on one rank.
 
-    recurrent [kda layers, H, head, head] fp32 as [key, value]; conv [kda layers, 3, 3P]; latent [mla layers, C, L+r];
+    recurrent [kda layers, H, head, head] fp32 as [value, key]; conv [kda layers, 3, 3P]; latent [mla layers, C, L+r];
     rope [C, r] fp32; length, anchor, remaining, step [] int64; done [] bool; stop_ids [MAX_STOP_IDS];
     ring [RING_SLOTS, RING_HEADER + 2 * ROW_TILE] int64; sampling. extent: host bound of the positions in use, a
     multiple of the attention's split; how large it is changes time, never bits.
