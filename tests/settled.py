@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from emulator import EmulatedDevice
 from ling_kernels.cuda.driver import Argument
 
-# Places of such arguments: written several kernels earlier, and by none that may still run. (history and state; keys and values
-# below the window, positions, length)
+# Places of such arguments: written several kernels earlier, and by none that may still run. (history and state; keys
+# and values below the window, positions, length)
 SETTLED = {
     "kda_verify_sums": (5, 6),
     "kda_verify_sums_uneven": (5, 6),

@@ -58,6 +58,13 @@ def time_kda(ops: CudaOps, heads: int, layers: int, rows: int) -> Iterator[Timin
     yield Timing("kda_verify", rows, size, time_graph(calls))
     size = layers * FP32 * (2 * inner * 128 + rows * 3 * inner)
     yield Timing("kda_commit", rows, size, time_graph([_call(ops.kda_commit, staged, conv, state, count)] * 4))
+    if rows > 1:
+        return
+    many = 2048
+    prompt = weight(many, 5 * inner + heads)
+    size = FP32 * inner * 256 + many * (BF16 * (6 * inner + heads) + FP32 * 2 * heads * 516 + FP32 * 2 * inner)
+    call = _call(ops.kda_prefill, prompt, conv[0], state[0], params)
+    yield Timing(f"kda_prefill, {many} rows", many, size, time_graph([call] * 3))
 
 
 def time_mla(ops: CudaOps, heads: int, rank: int, context: int, rows: int) -> Iterator[Timing]:

@@ -23,7 +23,8 @@ constexpr int KDA_Q = 0, KDA_K = 128, KDA_DECAY = 256, KDA_V = 384, KDA_BETA = 5
 
 // ---- inputs of the recurrence -----------------------------------------------------------------------------------
 
-// What a row's inputs are made of. proj: rows of 5P+H; history [3, 3P]: raw rows before the first.
+// What a row's inputs are made of. proj: rows of 5P+H, a few thousand at most (indices have 32 bits); history [3, 3P]:
+// raw rows before the first.
 struct KdaSource {
   const bf16* proj;
   const bf16* history;
@@ -31,7 +32,8 @@ struct KdaSource {
   float lower_bound;
 
   __device__ int inner() const { return heads * KDA_HEAD; }
-  __device__ const bf16* projected(int row) const { return proj + i64(row) * (5 * inner() + heads); }
+  __device__ int width() const { return 5 * inner() + heads; }
+  __device__ const bf16* projected(int row) const { return proj + row * width(); }
   __device__ const bf16* raw(int row) const { return row < 0 ? history + (row + 3) * 3 * inner() : projected(row); }
 };
 

@@ -110,9 +110,10 @@ __device__ __forceinline__ void kda_fetch(const KdaScan& job, int head, int slic
   }
   if (tid <= BETA) {
     const float* source = job.records + (i64(from) * job.heads + head) * KDA_RECORD + place;
+    const int left = job.rows - from, step = job.heads * KDA_RECORD;
 #pragma unroll
-    for (int r = 0; r < KDA_SCAN_ROWS; r++) {
-      if (from + r < job.rows) copy16(to + r * pitch, source + i64(r) * job.heads * KDA_RECORD);
+    for (int r = 0; r < KDA_SCAN_ROWS; r++, source += step, to += pitch) {
+      if (r < left) copy16(to, source);
     }
   }
   copies_commit();  // also where there is nothing more: groups are counted
@@ -144,7 +145,7 @@ __device__ __forceinline__ void kda_scan(const KdaScan& job, int head, int slice
     kda_fetch(job, head, slice, from + AHEAD_STAGES * KDA_SCAN_ROWS, stages[filled]);
     float* o = job.o + i64(from) * inner + head * KDA_HEAD + slice * KDA_SLICE + kda_column();
     kda_walk<true>(state, min(KDA_SCAN_ROWS, job.rows - from), KdaScanRows{stages[now]}, [&](int row, float x) {
-      if (tid % WARP < KDA_COLUMNS) o[i64(row) * inner] = x;
+      if (tid % WARP < KDA_COLUMNS) o[row * inner] = x;
     });
     now = now + 1 == KDA_SCAN_STAGES ? 0 : now + 1;
     filled = filled + 1 == KDA_SCAN_STAGES ? 0 : filled + 1;

@@ -41,50 +41,60 @@ struct KdaOwn {
 };
 
 struct KdaLoaded {
-  uint2 qk[KDA_ROUNDS][4];  // raw rows -3 .. 0 of each round
+  uint2 qk[KDA_ROUNDS][4], qk_before[3];  // raw rows -3 .. 0 of each round; those of the first that the history has
   uint2 decay[ROW_TILE / KDA_WARPS];
-  bf16 v[4], gate, beta;
+  bf16 v[4], v_before[3], gate, beta;
 };
 
-// Rows before the window, since the last commit: before the wait.
+// Rows before the window, since the last commit: before the wait. Into registers of their own: a second load into one
+// would have to await the first.
 __device__ __forceinline__ void kda_load_history(KdaLoaded& to, const KdaSource& source, const KdaOwn& own) {
   const int inner = source.inner();
+  const bf16 *qk = source.history + own.part * inner + own.channels(), *v = source.history + 2 * inner + own.value();
 #pragma unroll
   for (int t = 0; t < 3; t++) {
-    const bf16* from = source.history + own.part * inner + own.channels();
-    if (own.place + t < 3) to.qk[0][t] = load_settled(reinterpret_cast<const uint2*>(from + (own.place + t) * 3 * inner));
-    if (own.row + t < 3) to.v[t] = load_settled(source.history + (own.row + t) * 3 * inner + 2 * inner + own.value());
+    to.qk_before[t] = make_uint2(0, 0), to.v_before[t] = 0;
+    if (own.place + t < 3) to.qk_before[t] = load_settled(reinterpret_cast<const uint2*>(qk + (own.place + t) * 3 * inner));
+    if (own.row + t < 3) to.v_before[t] = load_settled(v + (own.row + t) * 3 * inner);
   }
 }
 
 template <bool EVEN>
 __device__ __forceinline__ void kda_load_window(KdaLoaded& to, const KdaSource& source, const KdaOwn& own, int rows) {
-  const int inner = source.inner();
+  const int inner = source.inner(), width = source.width();
+  const bf16* channels = source.proj + own.channels();
+  const int qk = (own.place - 3) * width + own.part * inner;
 #pragma unroll
   for (int i = 0; i < KDA_ROUNDS; i++) {
-    const int row = own.place + KDA_PLACES * i;
-    if (row < rows) {
+    if (own.place + KDA_PLACES * i < rows) {
 #pragma unroll
       for (int t = 0; t < 4; t++) {
-        if (i > 0 || own.place + t >= 3) {
-          to.qk[i][t] = kda_four<EVEN>(source.projected(row - 3 + t) + own.part * inner + own.channels());
-        }
+        if (i > 0 || own.place + t >= 3) to.qk[i][t] = kda_four<EVEN>(channels + (qk + (KDA_PLACES * i + t) * width));
       }
     }
   }
 #pragma unroll
   for (int i = 0; i < ROW_TILE / KDA_WARPS; i++) {
     const int row = own.warp + KDA_WARPS * i;
-    if (row < rows) to.decay[i] = kda_four<EVEN>(source.projected(row) + 3 * inner + own.channels());
+    if (row < rows) to.decay[i] = kda_four<EVEN>(channels + (row * width + 3 * inner));
   }
   if (own.row < rows) {
-    const bf16* mine = source.projected(own.row);
+    const bf16* value = source.proj + own.value();
 #pragma unroll
     for (int t = 0; t < 4; t++) {
-      if (own.row + t >= 3) to.v[t] = load_activation(source.projected(own.row - 3 + t) + 2 * inner + own.value());
+      if (own.row + t >= 3) to.v[t] = load_activation(value + ((own.row + t - 3) * width + 2 * inner));
     }
-    to.gate = load_activation(mine + 4 * inner + own.value());
-    if (own.column == 0) to.beta = load_activation(mine + 5 * inner + own.head);
+    to.gate = load_activation(value + (own.row * width + 4 * inner));
+    if (own.column == 0) to.beta = load_activation(source.proj + (own.row * width + 5 * inner + own.head));
+  }
+}
+
+// The first round's rows, those before the window among them.
+__device__ __forceinline__ void kda_join(KdaLoaded& to, const KdaOwn& own) {
+#pragma unroll
+  for (int t = 0; t < 3; t++) {
+    if (own.place + t < 3) to.qk[0][t] = to.qk_before[t];
+    if (own.row + t < 3) to.v[t] = to.v_before[t];
   }
 }
 
@@ -150,6 +160,7 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
   let_next_start();
   kda_load_window<EVEN>(loaded, source, own, rows);
   if (own.warp == KDA_WARPS - 1) ask_ahead(ahead, blockIdx.x, gridDim.x);
+  kda_join(loaded, own);
 
 #pragma unroll
   for (int i = 0; i < KDA_ROUNDS; i++) {
