@@ -11,9 +11,14 @@ from ling_kernels.cuda.driver import Argument
 # below the window, positions, length)
 SETTLED = {
     "kda_verify_sums": (6,),
-    "mla_attend_large": (3, 4),
-    "mla_attend_small": (3, 4),
+    "mla_query": (12,),
+    "mla_attend_128_1": (3, 4),
+    "mla_attend_128_3": (3, 4),
+    "mla_attend_128_5": (3, 4),
+    "mla_attend_64_1": (3, 4),
+    "mla_merge": (3,),
     "draft_attend": (3, 4, 5),
+    "draft_merge": (3,),
 }
 
 

@@ -63,6 +63,7 @@ void meet(u32 mask);  // all lanes of the warp
 void barrier();       // all threads of the block
 void wait_for_producer();
 void fail(const char* why);
+bool holds(const void* from, u64 bytes);  // whether an argument of the launch does
 
 // Bring a value; then those of all lanes of this meeting may be read, until the next meeting but one.
 template <class T>
@@ -214,6 +215,7 @@ inline float load_settled(const float* from) { return *from; }
 inline i64 load_settled(const i64* from) { return *from; }
 inline void prefetch_l2(const void* from, u32 bytes) {
   if ((uintptr_t(from) | bytes) & 15) emulator::fail("a prefetch is not aligned");
+  if (emulator::holds(from, bytes)) return;  // an argument, which may be closed: a hint needs no opening
   volatile u8 last = static_cast<const u8*>(from)[bytes - 1];  // out of bounds is a fault here
   (void)last;
 }

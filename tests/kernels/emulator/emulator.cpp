@@ -57,6 +57,14 @@ void fail(const char* why) {
   siglongjmp(failed, 1);
 }
 
+bool holds(const void* from, u64 bytes) {
+  const u8* first = static_cast<const u8*>(from);
+  for (int r = 0; r < num_regions; ++r) {
+    if (first >= regions[r].base && first + bytes <= regions[r].base + regions[r].bytes) return true;
+  }
+  return false;
+}
+
 static void on_fault(int, siginfo_t*, void*) {
   fail(opened ? "memory outside the arguments, or a constant written" : "activations were touched before the wait");
 }
