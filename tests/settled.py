@@ -12,9 +12,14 @@ from ling_kernels.cuda.driver import Argument
 SETTLED = {
     "kda_verify_sums": (5, 6),
     "kda_verify_sums_uneven": (5, 6),
-    "mla_attend_large": (3, 4),
-    "mla_attend_small": (3, 4),
+    "mla_query": (12,),
+    "mla_attend_128_1": (3, 4),
+    "mla_attend_128_3": (3, 4),
+    "mla_attend_128_5": (3, 4),
+    "mla_attend_64_1": (3, 4),
+    "mla_merge": (3,),
     "draft_attend": (3, 4, 5),
+    "draft_merge": (3,),
 }
 
 

@@ -147,7 +147,11 @@ def time_draft(ops: CudaOps, hidden: int, vocab: int, context: int) -> Iterator[
     numbers, whole = torch.zeros(3, device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
     sampling = Sampling(True, numbers[0], whole[0], numbers[1], whole[1], vocab)
     call = _call(ops.markov_pick, base, x, whole[2], params, positions, sampling)
-    yield Timing("markov_pick, 7 picks", 7, 7 * _bytes(params.markov_w2) + _bytes(base), time_graph([call]))
+    size = 7 * _bytes(params.markov_w2) + _bytes(base)
+    for turns, asked in ((True, 2), (False, 2), (True, 0), (False, 0), (True, 4)):
+        ops.turns, ops.asked = turns, asked
+        yield Timing(f"7 picks, {'to and fro' if turns else 'one way'}, {asked} asked", 7, size, time_graph([call]))
+    ops.turns, ops.asked = True, 2
     taps = weight(ROW_TILE, 3 * hidden)
     call = _call(ops.draft_context, taps, params, cache, table, positions.repeat(3)[:ROW_TILE], 9)
     size = _bytes(params.fc) + sum(_bytes(p.in_proj) * 2 / 3 for p in params.layers)
@@ -168,9 +172,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 9])
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--no-ahead", action="store_true", help="kernels ask for nothing ahead")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl, allow_untested=True)
+    ops.asks = not args.no_ahead
     heads, hidden, layers, rank, vocab = SHAPES[args.shape]
     timings: list[Timing] = []
     with torch.inference_mode():

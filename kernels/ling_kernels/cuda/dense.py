@@ -74,7 +74,8 @@ class DenseOps(AheadOps):
         self.device.launch("exchange_norm", x.shape[0] if rows is None else rows, _threads(width), args)
         return total, h
 
-    def linear(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
+    def linear(self, h: Tensor, weight: Tensor, rows: int | None = None, out: Tensor | None = None) -> Tensor:
+        """out: where to, [R, n], for a window."""
         gated, self.gated = self.gated, None
         lacks_norm = gated is not None and gated.o is h
         if rows is None:
@@ -82,7 +83,7 @@ class DenseOps(AheadOps):
                 raise KernelError("a projection of KDA's window output was asked for without its rows")
             return reference.linear(h, weight)
         n, width = weight.shape
-        out = h.new_empty(h.shape[0], n)
+        out = h.new_empty(h.shape[0], n) if out is None else out
         name = "linear_normed" if lacks_norm else "linear"
         norm = [gated.sums, gated.sums.shape[2], float(gated.eps)] if lacks_norm else []
         if lacks_norm and (width % 128 or width // 128 > MAX_HEADS):
