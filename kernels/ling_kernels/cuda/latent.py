@@ -47,7 +47,7 @@ class LatentOps(AttendOps):
     ) -> Tensor:
         _check(proj, params)
         if rows > ROW_TILE:
-            return prefill_mla(proj, cache, rope, positions, params)
+            return prefill_mla(proj, cache, rope, positions, params, self._end_of(positions))
         heads, width = params.num_heads, proj.shape[1]
         rank = width - LATENT - ROPE - heads
         query = proj if params.q_b_proj is None else self._low_rank_query(proj, params, rank, rows)
@@ -75,6 +75,13 @@ class LatentOps(AttendOps):
         args = [out, latent, params.w_uv, Int64(params.w_uv.stride(0)), proj[:, width - heads :], width, heads, rows]
         self.device.launch("mla_values", (VALUE // 16, heads), THREADS, args)
         return out
+
+    def _end_of(self, positions: Tensor) -> int:
+        """One more than the last position of a prefill chunk, read once for all layers: the host waits for it."""
+        kept = self.__dict__.get("_chunk")
+        if kept is None or kept[0] is not positions:
+            self._chunk = kept = (positions, int(positions[-1]) + 1)
+        return kept[1]
 
     def _low_rank_query(self, proj: Tensor, params: MlaParams, rank: int, rows: int) -> Tensor:
         normed = proj.new_empty(proj.shape[0], rank)
