@@ -20,7 +20,7 @@ from ling_local.paths import cache_dir
 GIB = 2**30
 WORKING_BYTES = 2 * GIB  # scratch, graphs and the activations of a prefill chunk
 LEAST_CONTEXT = 1024
-PREFILL_CHUNK = 4096
+PREFILL_CHUNK = 8192
 
 
 @dataclass(frozen=True, slots=True)

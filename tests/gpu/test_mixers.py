@@ -94,9 +94,9 @@ def test_prefill_experts(place: Place) -> None:
     params = moe_params(place, 128, 1536, 512, 8, 8, 2.0)
     h = place.rand(900, 1536, seed=3)
     routing = moe.route(h, params)
-    got = prefill_experts(h, routing, params)
+    got = prefill_experts(place.ops.device, h, routing, params)
     assert_near(got.float(), moe.experts(h, routing, params, None).float(), "experts of a chunk")
-    assert_bits(prefill_experts(h, routing, params), got, "the same again")
+    assert_bits(prefill_experts(place.ops.device, h, routing, params), got, "the same again")
 
 
 def sampling_of(place: Place, words: tuple[float, int, float], vocab: int = VOCAB) -> Sampling:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.driver import Argument, Device
+from ling_kernels.cuda.prefill import prefill_experts, prefill_mlp
 from ling_kernels.cuda.tiles import sums_bytes, tiles_per_block, warps_for, warps_for_down
 from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, MoeParams, Routing
 from ling_kernels.reference import dense as reference
@@ -93,7 +94,7 @@ class DenseOps(AheadOps):
 
     def mlp(self, h: Tensor, params: MlpParams, rows: int | None = None) -> Tensor:
         if rows is None:
-            return reference.mlp(h, params)
+            return prefill_mlp(self.device, h, params)
         inner, width = params.down.shape[1], params.gate_up.shape[1]
         mid = h.new_empty(h.shape[0], inner)
         args = [h, params.gate_up, mid, float(params.limit), rows, inner, width]
@@ -139,9 +140,7 @@ class DenseOps(AheadOps):
 
     def experts(self, h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
         if rows is None:
-            from ling_kernels.cuda.prefill import prefill_experts
-
-            return prefill_experts(h, routing, params)
+            return prefill_experts(self.device, h, routing, params)
         plan = routing.plan if routing.plan is not None else self._plan(routing, rows)
         width, inner, shared = h.shape[1], params.down.shape[2], params.shared.down.shape[1]
         for size in (width, inner, shared):

@@ -59,7 +59,7 @@ class LatentOps(AheadOps):
     ) -> Tensor:
         _check(proj, params)
         if rows > ROW_TILE:
-            return prefill_mla(proj, cache, rope, positions, params)
+            return prefill_mla(proj, cache, rope, positions, params, self._end_of(positions))
         heads, width = params.num_heads, proj.shape[1]
         q = self._latent_queries(proj, cache, rope, positions, params, rows)
 
@@ -78,6 +78,13 @@ class LatentOps(AheadOps):
         args = [out, latent, params.w_uv, Int64(params.w_uv.stride(0)), proj[:, width - heads :], width, heads, rows]
         self.device.launch("mla_values", (VALUE // 16, heads), THREADS, args)
         return out
+
+    def _end_of(self, positions: Tensor) -> int:
+        """One more than the last position of a prefill chunk, read once for all layers: the host waits for it."""
+        kept = self.__dict__.get("_chunk")
+        if kept is None or kept[0] is not positions:
+            self._chunk = kept = (positions, int(positions[-1]) + 1)
+        return kept[1]
 
     def _latent_queries(
         self, proj: Tensor, cache: Tensor, rope: Tensor, positions: Tensor, params: MlaParams, rows: int
