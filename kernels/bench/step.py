@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--clusters", action="store_true", help="norm inside the KDA kernel")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
-    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl, allow_untested=True)
+    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
     ops.clusters = args.clusters
     config = dummy.shard_of(dummy.MODELS[args.model], args.shard)
     if args.layers:

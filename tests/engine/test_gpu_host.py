@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoints import write_checkpoint
-from ling_local.engine import gpu
+from ling_local.engine import memory
 from ling_local.engine.capture import CapturedStep
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.state import SequenceState
@@ -104,22 +104,22 @@ def test_another_state_gets_graphs_of_its_own(folder: Path, monkeypatch: pytest.
 
 def test_a_context_is_cut_to_what_fits_unless_it_was_asked_for(folder: Path) -> None:
     weights = NativeEngine.load(folder).weights
-    room = gpu.WORKING_BYTES + gpu.state_bytes(weights, None, 50_000)
-    assert gpu.fitting_context(weights, None, 40_000, room, asked=True) == 40_000
-    fits = gpu.fitting_context(weights, None, 90_000, room, asked=False)
+    room = memory.WORKING_BYTES + memory.state_bytes(weights, None, 50_000)
+    assert memory.fitting_context(weights, None, 40_000, room, asked=True) == 40_000
+    fits = memory.fitting_context(weights, None, 90_000, room, asked=False)
     assert 49_000 < fits <= 50_200
-    assert gpu.state_bytes(weights, None, fits) <= room - gpu.WORKING_BYTES
+    assert memory.state_bytes(weights, None, fits) <= room - memory.WORKING_BYTES
     with pytest.raises(OutOfMemory, match="context of 90000 tokens") as caught:
-        gpu.fitting_context(weights, None, 90_000, room, asked=True)
+        memory.fitting_context(weights, None, 90_000, room, asked=True)
     assert f"--ctx {fits} or less" in caught.value.hint
     with pytest.raises(OutOfMemory, match="are free beside the weights"):
-        gpu.fitting_context(weights, None, 90_000, gpu.WORKING_BYTES, asked=False)
+        memory.fitting_context(weights, None, 90_000, memory.WORKING_BYTES, asked=False)
 
 
 def test_a_state_for_nothing_allocates_nothing_and_counts_every_tensor(folder: Path) -> None:
     engine = NativeEngine.load(folder, draft="mtp", context=300)
     held = sum(value.nbytes for value in vars(engine._state).values() if isinstance(value, Tensor))
-    assert gpu.state_bytes(engine.weights, engine.drafter, 300) == held
+    assert memory.state_bytes(engine.weights, engine.drafter, 300) == held
 
 
 def test_kernels_that_no_gpu_has_run_are_refused(folder: Path) -> None:

@@ -20,10 +20,9 @@ pytestmark = pytest.mark.gpu
 IDS = tuple((37 * i + 11) % 4000 for i in range(64))
 PROMPTS = [tuple((13 * i + 7 * n) % 4000 for i in range(5 + 9 * n)) for n in range(8)]
 GREEDY = SamplingParams(temperature=0.0)
-TESTED = GpuOptions(allow_untested=True)
 
 
-def load(gpu: GpuOptions = TESTED, draft: str = "off", folder: Path | None = None) -> NativeEngine:
+def load(gpu: GpuOptions = GpuOptions(), draft: str = "off", folder: Path | None = None) -> NativeEngine:
     return NativeEngine.load(folder or demo_dir(), "cuda", "bfloat16", draft, context=4096, gpu=gpu)
 
 
@@ -55,7 +54,7 @@ def test_logits_are_the_references(engine: NativeEngine, alone: Tensor) -> None:
 
 
 def test_without_overlap_the_bits_are_the_same(alone: Tensor) -> None:
-    plain = load(GpuOptions(allow_untested=True, pdl=False))
+    plain = load(GpuOptions(pdl=False))
     assert_bits(plain.score(IDS, window=1), alone, "logits")
     assert_bits(plain.score(IDS, window=9), alone, "logits at width 9")
     plain.close()
@@ -71,7 +70,7 @@ def ids_of(results: list[StepResult]) -> list[int]:
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, 40, 0.95, 5)], ids=["greedy", "sampled"])
 def test_a_graph_run_ahead_and_an_eager_step_give_the_same_text(engine: NativeEngine, params: SamplingParams) -> None:
-    eager = load(GpuOptions(allow_untested=True, capture=False, run_ahead=1), "mtp")
+    eager = load(GpuOptions(capture=False, run_ahead=1), "mtp")
     for prompt in PROMPTS[:3]:
         for drafts in (False, True):
             want = ids_of(run(eager, prompt, 100, drafts, params))
