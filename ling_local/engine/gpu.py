@@ -37,7 +37,7 @@ def open_gpu_ops(device: str, dtype: str, options: GpuOptions, progress: Progres
         if progress:
             progress(Progress(f"compiling GPU kernels ({unit})", done, total, "units"))
 
-    if dtype != "bfloat16":
+    if device.startswith("cuda") and dtype != "bfloat16":
         raise UsageError(f"the GPU kernels compute in bfloat16, not {dtype}", "leave --dtype away, or use --device cpu")
     try:
         return ling_kernels.load(device, cache=cache_dir() / "kernels", progress=report, pdl=options.pdl)
@@ -87,7 +87,7 @@ def _out_of_memory(doing: str, device: str) -> OutOfMemory:
     return OutOfMemory(
         f"there is not enough memory {doing}{where}",
         "give a smaller --ctx, close what else uses the memory, or use a smaller model"
-        + bool(where) * " or --device cpu",
+        + (" or --device cpu" if where else ""),
     )
 
 

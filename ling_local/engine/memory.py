@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ling_kernels.ops import ROW_TILE
+from ling_kernels.reference.mla import SPLIT
 from ling_local.engine.drafter import Drafter
 from ling_local.engine.protocol import Progress, ProgressFn
 from ling_local.engine.state import SequenceState
@@ -64,8 +66,8 @@ def plan_gpu(name: str, ghost: Weights, drafter: Drafter | None, wanted: int, fr
     if weights + draft + WORKING_BYTES > free:
         with_draft = f" and {draft / GIB:.1f} GiB for the draft" if draft else ""
         raise OutOfMemory(
-            f"{name}: the weights need {weights / GIB:.1f} GiB on the GPU{with_draft}, and {WORKING_BYTES / GIB:.0f} GiB "
-            f"to work in; {free / GIB:.1f} GiB are free",
+            f"{name}: the weights need {weights / GIB:.1f} GiB on the GPU{with_draft}, and "
+            f"{WORKING_BYTES / GIB:.0f} GiB to work in; {free / GIB:.1f} GiB are free",
             "close what else uses the GPU, use a smaller model, or --device cpu",
         )
     context = fitting_context(ghost, drafter, wanted, free - weights - draft, asked)
@@ -113,7 +115,8 @@ def fitting_context(weights: Weights, drafter: Drafter | None, wanted: int, free
     least = min(wanted, LEAST_CONTEXT)
     fixed, some = state_bytes(weights, drafter, 0), state_bytes(weights, drafter, LEAST_CONTEXT)
     per_token = (some - fixed) / LEAST_CONTEXT
-    fits = int((free - WORKING_BYTES - fixed) / per_token)
+    # a state has whole splits of rows, and one window past its end
+    fits = int((free - WORKING_BYTES - fixed) / per_token) // SPLIT * SPLIT - ROW_TILE
     if fits >= wanted:
         return wanted
     if asked or fits < least:

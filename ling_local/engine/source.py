@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-from ling_local.engine import shapes
 from ling_local.engine.checkpoint import check_files
 from ling_local.engine.config import ModelConfig, load_model_config
 from ling_local.engine.drafter import Drafter
@@ -17,6 +16,7 @@ from ling_local.engine.dummy import dummy_draft, dummy_weights
 from ling_local.engine.layout import memory_bytes, model_layout
 from ling_local.engine.nextn import MAX_DEPTH, Nextn
 from ling_local.engine.protocol import Dummy, Progress, ProgressFn
+from ling_local.engine.shapes import dummy_config, dummy_draft_config, dummy_marks
 from ling_local.engine.weights import Weights, blank_weights, check_memory, load_weights
 from ling_local.errors import ModelError, UsageError
 
@@ -80,9 +80,9 @@ class DummySource:
 
     def __init__(self, dummy: Dummy, draft: str) -> None:
         self.dummy = dummy
-        self.config = shapes.dummy_config(dummy, mtp=draft == "mtp")
+        self.config = dummy_config(dummy, mtp=draft == "mtp")
         self.name = f"dummy-{dummy.shape}"
-        self.marks = shapes.dummy_marks(dummy)
+        self.marks = dummy_marks(dummy)
 
     @property
     def vocab(self) -> int:
@@ -112,7 +112,7 @@ class DummySource:
         return made.limited(block) if block else made
 
     def _draft(self, weights: Weights) -> DSpark:
-        return dummy_draft(shapes.dummy_draft_config(self.dummy), weights.dtype, str(weights.embedding.device))
+        return dummy_draft(dummy_draft_config(self.dummy), weights.dtype, str(weights.embedding.device))
 
     def ghost(self, dtype: torch.dtype) -> Weights:
         return blank_weights(self.config, dtype)

@@ -48,7 +48,7 @@ class Span:
 
 
 def spans_of(specs: Sequence[TensorSpec], entries: Mapping[str, Entry], span_bytes: int = SPAN_BYTES) -> list[Span]:
-    """Cut what `specs` need of the files into spans of about `span_bytes`, in the order of the bytes. A row stays whole."""
+    """What `specs` need of the files as spans of about `span_bytes`, in the order of the bytes. A row stays whole."""
     spans: list[Span] = []
     pieces: list[Piece] = []
     file, start, end = Path(), 0, 0

@@ -22,7 +22,7 @@ PROMPTS = [tuple((13 * i + 7 * n) % 4000 for i in range(5 + 9 * n)) for n in ran
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def load(gpu: GpuOptions = GpuOptions(), draft: str = "off", folder: Path | None = None) -> NativeEngine:
+def load(gpu: GpuOptions | None = None, draft: str = "off", folder: Path | None = None) -> NativeEngine:
     return NativeEngine.load(folder or demo_dir(), "cuda", "bfloat16", draft, context=4096, gpu=gpu)
 
 

@@ -46,6 +46,8 @@ ROOMS = {
     "engine.source": 7.87,
     "engine.generation": 7.9,
     "engine.native": 8,
+    "engine.timing": 1,
+    "engine.breakdown": 9,
     "engine.scripted": 8,
     "train": 9,
     "engine": 10,
