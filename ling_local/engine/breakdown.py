@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ling_local.engine.timing as timing
 from ling_kernels.ops import Ops
-from ling_local.engine import timing
 from ling_local.engine.memory import bytes_of
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.protocol import Dummy, EngineSpec
@@ -260,7 +260,7 @@ def breakdown(spec: EngineSpec, context: int, tell: Callable[[str], None]) -> di
     }
 
 
-def main(text: str) -> int:
+def main(text: str) -> None:
     """Print one JSON object a line: progress, then the document or the error."""
 
     def say(message: dict[str, Any]) -> None:
@@ -274,9 +274,7 @@ def main(text: str) -> int:
     except LingError as error:
         kind = "UsageError" if isinstance(error, UsageError) else type(error).__name__
         say({"error": {"kind": kind, "message": error.message, "hint": error.hint}})
-        return 1
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    main(sys.argv[1])

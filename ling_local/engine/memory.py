@@ -100,8 +100,19 @@ def _collect(holder: object, seen: dict[tuple[int, int], int]) -> None:
 
 
 def state_bytes(weights: Weights, drafter: Drafter | None, context: int) -> int:
-    """Memory of a state for `context` tokens; nothing is allocated."""
-    probe = SequenceState(weights.config, context, weights.dtype, "meta", 1)
+    """Memory of a state for `context` tokens, from two small ones on the CPU: it grows by rows."""
+    small, larger = (_probe(weights, drafter, rows - ROW_TILE) for rows in (SPLIT, 2 * SPLIT))
+    return small + (larger - small) * (_splits(context) - 1)
+
+
+def _splits(context: int) -> int:
+    """Splits of rows by position that a state for `context` tokens has."""
+    return -(-(context + ROW_TILE) // SPLIT)
+
+
+def _probe(weights: Weights, drafter: Drafter | None, context: int) -> int:
+    # not on the meta device: it computes the rope table by way of torch's compiler, whose import takes a second
+    probe = SequenceState(weights.config, context, weights.dtype, "cpu", 1)
     if drafter:
         drafter.attach(probe, weights)
     return sum(value.nbytes for value in vars(probe).values() if isinstance(value, Tensor))

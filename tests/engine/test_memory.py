@@ -37,7 +37,7 @@ def test_a_context_is_cut_to_what_fits_unless_it_was_asked_for(folder: Path) -> 
         memory.fitting_context(weights, None, 90_000, memory.WORKING_BYTES, asked=False)
 
 
-def test_a_state_for_nothing_allocates_nothing_and_counts_every_tensor(folder: Path) -> None:
+def test_the_size_of_a_state_is_known_before_it_is_made(folder: Path) -> None:
     engine = NativeEngine.load(folder, draft="mtp", context=300)
     held = sum(value.nbytes for value in vars(engine._state).values() if isinstance(value, Tensor))
     assert memory.state_bytes(engine.weights, engine.drafter, 300) == held == engine.info.state_bytes
