@@ -12,6 +12,7 @@ from torch import Tensor
 
 from checkpoints import write_checkpoint
 from ling_local.engine.capture import CapturedStep
+from ling_local.engine.gpu import HostRing
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.state import SequenceState
 from ling_local.engine.step import step
@@ -99,6 +100,51 @@ def test_another_state_gets_graphs_of_its_own(folder: Path, monkeypatch: pytest.
             captured(engine.ops, engine.weights, state, None, 1, 0)
             captured(engine.ops, engine.weights, state, None, 1, 0)
     assert fake.captures == 3
+
+
+@pytest.mark.parametrize("draft", ["off", "mtp"])
+def test_graphs_captured_at_the_load_leave_a_new_state(
+    folder: Path, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, captured = NativeEngine.load(folder, draft=draft), NativeEngine.load(folder, draft=draft)
+    fake = FakeCuda(monkeypatch)
+    fake.state = captured._state
+    captured.step = CapturedStep(fake.step)
+    captured.capture_steps()
+    assert fake.captures == (6 if draft == "mtp" else 2)  # greedy and sampled; with drafts three kinds of step
+    for name in ("recurrent", "conv", "length", "done", "ring"):
+        assert_bits(getattr(captured._state, name).float(), getattr(plain._state, name).float(), name)
+    params = SamplingParams(temperature=0.0)
+    assert texts(captured, params) == texts(plain, params)
+    assert fake.captures <= (8 if draft == "mtp" else 2)
+
+
+def test_a_ring_entry_comes_with_the_time_of_its_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+
+    class FakeEvent:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at = 0
+
+        def record(self) -> None:
+            self.at = next(clock)
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, later: FakeEvent) -> float:
+            return 2.5 * (later.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    engine = NativeEngine.load(folder)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory=False, **more: zeros(*args, **more))
+    engine._host_ring = HostRing(engine._state)
+    engine.run_ahead = 3
+    steps = list(engine.generate(TokenRequest(PROMPT, max_tokens=6)))
+    assert [i for step in steps for i in step.ids] == texts(NativeEngine.load(folder), SamplingParams())[:6]
+    assert {step.gpu_s for step in steps} == {0.0025}
 
 
 def test_without_a_gpu_one_message_offers_the_cpu(folder: Path) -> None:

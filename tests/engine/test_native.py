@@ -337,3 +337,17 @@ def test_an_error_inside_a_pass_leaves_nothing_half_done(
     result = run(engine, longer)
     assert result[0].cached == 0
     assert tokens(result) == greedy(folder, longer)
+
+
+def test_nothing_is_collected_during_a_generation(folder: Path, engine: NativeEngine) -> None:
+    assert gc.isenabled()
+    for end in ("finish", "close", "abandon"):
+        steps = iter(engine.generate(TokenRequest(PROMPT, max_tokens=4)))
+        next(steps)
+        assert not gc.isenabled()
+        if end == "finish":
+            list(steps)
+        elif end == "close":
+            steps.close()
+        del steps
+        assert gc.isenabled(), end

@@ -207,7 +207,7 @@ def test_a_step_is_timed_by_the_gpu(engine: NativeEngine) -> None:
     results = run(engine, PROMPTS[3], 100, drafts=False)
     seen = results[-1].time_s - results[20].time_s
     on_gpu = sum(result.gpu_s for result in results[21:])
-    assert 0.3 * seen < on_gpu < 1.05 * seen
+    assert 0.3 * seen < on_gpu < 1.15 * seen
     assert gc.isenabled()
 
 
