@@ -51,8 +51,8 @@ class SequenceState:
     multiple of the attention's split; how large it is changes time, never bits.
 
     A drafter adds its own: draft_context [layers, 2, C, Hkv, head] and draft_rope [C, dim] (DSpark), mtp_latent
-    [C, L+r], mtp_rows [ROW_TILE, D] and mtp_hidden [1, D] (NEXTN). drafts and confidence [ROW_TILE - 1] are the
-    proposal that the next window verifies.
+    [C, L+r], mtp_rows [ROW_TILE, D] and mtp_hidden [1, D] (NEXTN), truth [C] int64 (forced accepts). drafts and
+    confidence [ROW_TILE - 1] are the proposal that the next window verifies.
     """
 
     draft_context: Tensor | None = None
@@ -60,6 +60,7 @@ class SequenceState:
     mtp_latent: Tensor | None = None
     mtp_rows: Tensor | None = None
     mtp_hidden: Tensor | None = None
+    truth: Tensor | None = None
 
     def __init__(self, config: ModelConfig, context: int, dtype: torch.dtype, device: str, vocab: int) -> None:
         heads, head = config.num_heads, config.head_dim
