@@ -105,6 +105,9 @@ def check_activations(at: Rank) -> None:
     at.device.constant(table)
     ids = torch.arange(28 * at.size).flip(0)[: ROW_TILE + 4]
     assert_bits(at.ops.embed(ids, table), at.reference.embed(ids, table), "embedding")
+    args = (torch.tensor(30), torch.tensor(5), table, 4, 7)
+    for got, want in zip(at.ops.draft_embed(*args), at.reference.draft_embed(*args), strict=True):
+        assert_bits(got, want, "a draft's embedding and positions")
 
 
 def at_norm(at: Rank, x: Tensor, weight: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
-    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl, allow_untested=True)
+    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
     shape, timings = SHAPES[args.shape], []
     with torch.inference_mode():
         bandwidth = copy_bandwidth()

@@ -40,7 +40,8 @@ from ling_local.engine.gpu import GpuOptions
 from ling_local.engine.launch import bus_id
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.pinning import pin_launcher
-from ling_local.engine.protocol import EngineInfo
+from ling_local.engine.protocol import Dummy, EngineInfo
+from ling_local.engine.shapes import dummy_draft_config
 from ling_local.engine.shard import Shard
 from ling_local.engine.step import step
 from ling_local.types import SamplingParams, TokenRequest
@@ -61,7 +62,6 @@ class Rank:
         self.ops = ling_kernels.load(
             self.device,
             cache=args.cache,
-            allow_untested=True,
             pdl=not args.no_pdl,
             board=self.board,
             peer_memory=not args.fallback,
@@ -143,11 +143,7 @@ def make_engine(at: Rank) -> NativeEngine:
         weights = dummy.dummy_weights(config, torch.bfloat16, at.device, shard=shard)
         drafter = None
         if args.draft:
-            shape = replace(
-                dummy.draft_for(config, layers=5, heads=32, block=8, rank=256),
-                intermediate_size=6144,
-                target_layers=tuple(min(i, config.num_layers - 1 - 4 + n) for n, i in enumerate((1, 11, 23, 29, 35))),
-            )
+            shape = dummy_draft_config(Dummy(args.model, args.layers))
             drafter = dummy.dummy_draft(shape, torch.bfloat16, at.device, shard=shard)
     at.together()
     used = torch.cuda.memory_allocated() / 2**30
@@ -162,7 +158,7 @@ def make_engine(at: Rank) -> NativeEngine:
         drafter="dspark" if drafter else "off",
         block=drafter.block if drafter else 0,
     )
-    return NativeEngine(weights, info, config.vocab_size, drafter, at.ops, GpuOptions(allow_untested=True))
+    return NativeEngine(weights, info, config.vocab_size, drafter, at.ops, GpuOptions())
 
 
 def begin(engine: NativeEngine, context: int) -> None:

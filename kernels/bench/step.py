@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -79,32 +80,57 @@ def time_steps(
 
 
 def breakdown(run: Callable[[], None], steps: int = 5) -> None:
-    """Launches and microseconds by kernel of one step; profiled, so a little slower than it is."""
+    """Launches, microseconds by kernel, and how much later the step is for each: launches overlap, so what a kernel
+    costs is the time from the end of what ended before it to its own end. Profiled, so a little slower than it is."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(steps):
             run()
         torch.cuda.synchronize()
-    print("\n| kernel | launches | us |\n| --- | ---: | ---: |")
-    rows = [(e.key, e.count / steps, e.device_time_total / steps) for e in profile.key_averages()]
-    for key, count, total in sorted(rows, key=lambda row: -row[2])[:40]:
-        print(f"| {key[:70]} | {count:.0f} | {total:.1f} |")
-    print(f"| all | {sum(r[1] for r in rows):.0f} | {sum(r[2] for r in rows):.1f} |\n")
+    print_breakdown(profile, steps)
 
 
-def time_prefill(ops: CudaOps, weights: Weights, state: SequenceState, tokens: int, chunk: int) -> None:
+def print_breakdown(profile: torch.profiler.profile, steps: int, most: int = 40) -> None:
+    spans = [(e.time_range.end, e.time_range.start, e.name) for e in profile.events() if on_device(e)]
+    busy, late, count, before = Counter(), Counter(), Counter(), None
+    for end, start, name in sorted(spans):
+        count[name] += 1
+        busy[name] += end - start
+        late[name] += max(0.0, end - (start if before is None else before))
+        before = end if before is None else max(before, end)
+    print("\n| kernel | launches | us | us later |\n| --- | ---: | ---: | ---: |")
+    for name, total in late.most_common(most):
+        print(f"| {name[:70]} | {count[name] / steps:.0f} | {busy[name] / steps:.1f} | {total / steps:.1f} |")
+    total = (sum(x.values()) / steps for x in (count, busy, late))
+    print("| all | {:.0f} | {:.1f} | {:.1f} |\n".format(*total))
+
+
+def on_device(event: torch.autograd.profiler_util.FunctionEvent) -> bool:
+    return event.device_type == torch.autograd.DeviceType.CUDA
+
+
+def time_prefill(
+    ops: CudaOps, weights: Weights, state: SequenceState, tokens: int, chunk: int, table: bool = False
+) -> None:
     ids = torch.randint(0, weights.config.vocab_size, (tokens,), device="cuda")
-    spans = []
-    for _ in range(3):
+
+    def run() -> None:
         state.rewind()
-        torch.cuda.synchronize()
-        clock = time.perf_counter()
         for first in range(0, tokens, chunk):
             positions = torch.arange(first, min(first + chunk, tokens), device="cuda")
             forward(ops, weights, state, ids[first : first + chunk], positions, None)
+
+    spans = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        clock = time.perf_counter()
+        run()
         torch.cuda.synchronize()
         spans.append(1000 * (time.perf_counter() - clock))
     finite = bool(state.recurrent.isfinite().all() & state.latent.isfinite().all())
-    print(f"| prefill of {tokens} tokens in chunks of {chunk} | {min(spans):.1f} ms | state finite: {finite} |")
+    what = f"prefill of {tokens} tokens in chunks of {chunk}"
+    print(f"| {what} | {min(spans):.1f} ms | state finite: {finite} |", flush=True)
+    if table:
+        breakdown(run, 1)
 
 
 def main() -> None:
@@ -115,15 +141,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 9])
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--prefill", type=int, default=8192, help="tokens; 0: none")
-    parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--draft", action="store_true")
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--clusters", action="store_true", help="norm inside the KDA kernel")
+    parser.add_argument("--no-ahead", action="store_true", help="kernels ask for nothing ahead")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
-    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl, allow_untested=True)
-    ops.clusters = args.clusters
+    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
+    ops.asks = not args.no_ahead
     config = dummy.shard_of(dummy.MODELS[args.model], args.shard)
     if args.layers:
         config = replace(config, num_layers=args.layers)
@@ -139,7 +165,7 @@ def main() -> None:
         )
         time_steps(ops, weights, state, drafter, args)
         if args.prefill:
-            time_prefill(ops, weights, state, args.prefill, args.chunk)
+            time_prefill(ops, weights, state, args.prefill, args.chunk, args.breakdown)
 
 
 if __name__ == "__main__":

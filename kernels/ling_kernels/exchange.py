@@ -29,6 +29,7 @@ PAGE = 4096
 SLOT_BYTES = 4 << 20
 MESSAGE_BYTES = PAGE - 64
 PATIENCE_S = 3.0  # that a rank waits for another in the middle of a step
+STARTING_S = 20.0  # the same while models load and steps are captured
 SETTLING_S = 60.0  # that it waits where the other may still compile or import
 _NUMBER, _LENGTH, _MESSAGE = 8, 16, 64
 _SPINS = 50
@@ -55,6 +56,10 @@ class Exchange(Protocol):
 
     def gather(self, part: Tensor) -> Tensor:
         """part [...] -> [N, ...] in rank order, the same bits on every rank. All ranks call it alike."""
+        ...
+
+    def set_patience(self, seconds: float) -> None:
+        """How long a wait may take from now on."""
         ...
 
     def check(self) -> None:
@@ -130,7 +135,7 @@ class SharedExchange:
 
     _POSTED = 32  # word of a rank's page: number of its last part
 
-    def __init__(self, board: Board, seconds: float = PATIENCE_S) -> None:
+    def __init__(self, board: Board, seconds: float = STARTING_S) -> None:
         self.board, self.seconds = board, seconds
         self.rank, self.size = board.rank, board.size
         self._number = 0
@@ -141,6 +146,10 @@ class SharedExchange:
         for at in range(0, flat.shape[0], SLOT_BYTES):
             self._gather(flat[at : at + SLOT_BYTES], done[:, at : at + SLOT_BYTES])
         return done.view(part.dtype).view(self.size, *part.shape)
+
+    def set_patience(self, seconds: float) -> None:
+        """How long a wait may take from now on."""
+        self.seconds = seconds
 
     def check(self) -> None:
         """Nothing to ask: `gather` itself raises."""

@@ -27,7 +27,7 @@ def main(rank: int, size: int, index: int, fd: int) -> None:
     faulthandler.enable()
     torch.cuda.set_device(index)
     board = Board(fd, rank, size)
-    ops = ling_kernels.load(f"cuda:{index}", cache=cache_dir() / "kernels", allow_untested=True, board=board)
+    ops = ling_kernels.load(f"cuda:{index}", cache=cache_dir() / "kernels", board=board)
     x = torch.randn(ROW_TILE, WIDTH, device=f"cuda:{index}").bfloat16()
     weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=x.device)
     figures = []

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from ling_kernels.exchange import PeerTimeout
 from ling_local.errors import EngineDied, ExchangeTimeout
 
-# the methods of NativeEngine that a rank calls when told
-METHODS = frozenset({"_feed", "_return_to", "_snapshot", "_begin", "_clear", "_launch", "_score"})
+# the methods of work.py that a rank calls when told
+METHODS = frozenset({"_feed", "_return_to", "_snapshot", "_begin", "_clear", "_learn", "_launch", "_score"})
 IDLE_S = 0.25
 _FRONT_SPEAKS_S = 1.5  # the front knows better why a process ended: it says so within this time
 

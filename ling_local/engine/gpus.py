@@ -10,9 +10,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ling_local.engine.config import load_draft_config, load_model_config
+from ling_local.engine.config import DraftConfig, ModelConfig, load_draft_config, load_model_config
 from ling_local.engine.layout import DRAFT_COPIES, draft_layout, memory_bytes, model_layout
 from ling_local.engine.protocol import EngineSpec
+from ling_local.engine.shapes import dummy_config, dummy_draft_config
 from ling_local.engine.shard import SIZES, largest_size
 from ling_local.errors import LingError
 
@@ -103,17 +104,26 @@ def _default_size(spec: EngineSpec, gpus: list[Gpu]) -> int:
 
 def fitting_sizes(spec: EngineSpec, most: int) -> list[int]:
     """Numbers of ranks, `most` at the utmost, that share the model evenly."""
-    config = load_model_config(Path(spec.model))
+    config = _config(spec)
     return [size for size in SIZES if size <= most and largest_size(config, size) == size]
 
 
 def needed_bytes(spec: EngineSpec, size: int) -> int:
     """Memory of one of `size` ranks: weights, the draft's, and room to work in."""
     folder, element = Path(spec.model), ELEMENT_BYTES.get(spec.dtype, 2)
-    config = load_model_config(folder)
+    config = _config(spec)
     needed = memory_bytes(model_layout(config, size), element, size)
     draft = folder / DSPARK_FOLDER
-    if spec.draft in ("auto", "dspark") and (draft / "config.json").exists():
-        specs = draft_layout(load_draft_config(draft, config), size)
-        needed += memory_bytes([s for s in specs if s.name not in DRAFT_COPIES], element, size)
+    if spec.dummy and spec.draft in ("auto", "dspark"):
+        needed += _draft_bytes(dummy_draft_config(spec.dummy), element, size)
+    elif spec.draft in ("auto", "dspark") and (draft / "config.json").exists():
+        needed += _draft_bytes(load_draft_config(draft, config), element, size)
     return needed + WORKING_BYTES
+
+
+def _config(spec: EngineSpec) -> ModelConfig:
+    return dummy_config(spec.dummy) if spec.dummy else load_model_config(Path(spec.model))
+
+
+def _draft_bytes(config: DraftConfig, element: int, size: int) -> int:
+    return memory_bytes([s for s in draft_layout(config, size) if s.name not in DRAFT_COPIES], element, size)

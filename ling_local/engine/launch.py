@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ling_kernels.exchange import Board
+from ling_kernels.exchange import PATIENCE_S, Board
 from ling_local.engine.follow import Peers
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.pinning import pin_launcher
@@ -30,6 +30,8 @@ def load_rank(spec: EngineSpec, seat: Seat, progress: ProgressFn | None) -> Nati
         context=spec.context,
         threads=spec.threads,
         progress=progress,
+        dummy=spec.dummy,
+        accept=spec.accept,
         board=board,
     )
     if seat.rank == 0:
@@ -37,6 +39,7 @@ def load_rank(spec: EngineSpec, seat: Seat, progress: ProgressFn | None) -> Nati
     if seat.device != "cpu":
         pin_launcher(seat.rank, seat.size, bus_id(seat.device))
     board.share()
+    engine.ops.exchange.set_patience(PATIENCE_S)
     return engine
 
 

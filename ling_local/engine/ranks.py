@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 from ling_local.engine.protocol import EngineSpec, Progress
@@ -168,12 +168,14 @@ class Crew:
         self._threads.append(start_thread(lambda: self._listen(fail), "ranks-pulse"))
 
     def whole(self, rank: int, progress: Progress) -> Progress:
-        """One rank's progress as part of all ranks'."""
+        """One rank's progress as part of all ranks'; what it says in words stays."""
+        if progress.say:
+            return progress
         with self._lock:
             stage = self._shown.setdefault(progress.stage, {})
             stage[rank] = progress
             total = self.size * max(p.total for p in stage.values())
-            return Progress(progress.stage, sum(p.done for p in stage.values()), total)
+            return replace(progress, done=sum(p.done for p in stage.values()), total=total)
 
     def is_loaded(self, rank: int) -> None:
         """Rank `rank` says so; when all do, they are expected to show signs of life often."""
@@ -187,7 +189,8 @@ class Crew:
             while True:
                 message = process.connection.recv()
                 if isinstance(message, Progress):
-                    receive(self.whole(rank, message))
+                    if not message.say:  # rank 0 says it for all
+                        receive(self.whole(rank, message))
                 elif (error := getattr(message, "error", None)) is not None:
                     if not isinstance(error, ExchangeTimeout):  # that one names the rank that failed
                         error.message = f"{process.name}: {error.message}"

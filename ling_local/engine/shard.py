@@ -28,6 +28,10 @@ class Shard:
         each = count // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
+    def rows(self, spec: TensorSpec) -> slice:
+        """The rows of a tensor on disk that this rank reads."""
+        return self.slices(spec)[0]
+
     def slices(self, spec: TensorSpec) -> tuple[slice, ...]:
         """What of a tensor on disk this rank holds, one slice a dimension."""
         return tuple(self.part(n) if i == spec.shard else slice(0, n) for i, n in enumerate(spec.shape))

@@ -136,6 +136,8 @@ def load_engine(spec: EngineSpec, progress: ProgressFn | None, seat: Seat | None
         context=spec.context,
         threads=spec.threads,
         progress=progress,
+        dummy=spec.dummy,
+        accept=spec.accept,
     )
 
 

@@ -52,7 +52,7 @@ def test_parts_are_the_whole_cut_where_the_table_says(tmp_path: Path, size: int)
         shard = Shard(rank, size)
         part = fill_fields(specs, entries, torch.float32, "cpu", shard=shard)
         for spec in specs:
-            whole = read_tensor(entries[spec.name]).float()[shard.slices(spec)]
+            whole = read_tensor(entries[spec.name], spec).float()[shard.slices(spec)]
             held = part[spec.field] if spec.expert is None else part[spec.field][spec.expert]
             rows = held[spec.row : spec.row + spec.local_shape(size)[0]]
             assert_bits(rows.flatten(), whole.flatten(), spec.name)
@@ -66,7 +66,7 @@ def test_a_rank_reads_its_part_only(tmp_path: Path) -> None:
     fill_fields(specs, check_files(folder, specs), torch.float32, "cpu", said.append, Shard(1, 4))
     whole = sum(entry.num_bytes for entry in check_files(folder, specs).values())
     assert said[-1].done == said[-1].total
-    assert said[-1].total < 0.4 * whole
+    assert said[-1].total < 0.65 * whole  # whole rows are read where each rank needs a part of every row
 
 
 @pytest.mark.parametrize("changes", [FLASH, TINY])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from cuda.bindings import driver as bindings
 
 from ling_kernels import KernelError
 from ling_kernels.cuda import driver as driving
-from ling_kernels.cuda.driver import Device, Int64, Properties
+from ling_kernels.cuda.driver import Ahead, Device, Int64, Properties, packed
 
 OK = bindings.CUresult.CUDA_SUCCESS
 KERNELS = {"linear_8": 11, "embed": 12}
@@ -82,6 +82,18 @@ def test_a_launch_carries_stream_shape_arguments_and_attribute(recorder: Recorde
         assert config.attrs[0].id == kind
         assert config.attrs[0].value.programmaticStreamSerializationAllowed == 1
     assert not recorder.shared
+
+
+def test_a_structure_reaches_the_library_as_its_own_memory() -> None:
+    ahead = Ahead.of([(64, 192), (1024, 2048)], most=500)
+    assert (list(ahead.at)[:3], list(ahead.bytes)[:3]) == ([64, 1024, None], [128, 368, 0])
+    values, kinds = packed([ahead, 1])
+    assert values[0] is ahead
+    assert kinds[0] is None
+    with suppress(
+        RuntimeError
+    ):  # no driver here: what the library thinks of its arguments is checked before, TypeError
+        bindings.cuLaunchKernelEx(bindings.CUlaunchConfig(), bindings.CUfunction(0), (values, kinds), 0)
 
 
 def test_much_shared_memory_is_asked_for_once(recorder: Recorder) -> None:

@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.driver import Argument, Device
+from ling_kernels.cuda.prefill import prefill_experts, prefill_mlp
 from ling_kernels.cuda.tiles import sums_bytes, tiles_per_block, warps_for, warps_for_down
 from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, MoeParams, Routing
 from ling_kernels.reference import dense as reference
@@ -41,7 +43,7 @@ class Candidates(NamedTuple):
     span: int
 
 
-class DenseOps:
+class DenseOps(AheadOps):
     """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16; prefetch: ask
     for the shared expert's weights while the router selects."""
 
@@ -52,6 +54,11 @@ class DenseOps:
         self.gated: Gated | None = None
         self.candidates: Candidates | None = None
         self._gates: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def ahead(self, *tensors: Tensor | None) -> None:
+        """A router's weight stands for the form of it that the kernel reads, if there is one yet."""
+        known = [self._gates.get(t.data_ptr(), (t, t))[1] for t in tensors if t is not None]
+        super().ahead(*known)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         width = _width("hidden size", table.shape[1], MAX_WIDTH)
@@ -68,7 +75,8 @@ class DenseOps:
         self.device.launch("exchange_norm", x.shape[0] if rows is None else rows, _threads(width), args)
         return total, h
 
-    def linear(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
+    def linear(self, h: Tensor, weight: Tensor, rows: int | None = None, out: Tensor | None = None) -> Tensor:
+        """out: where to, [R, n], for a window."""
         gated, self.gated = self.gated, None
         lacks_norm = gated is not None and gated.o is h
         if rows is None:
@@ -76,7 +84,7 @@ class DenseOps:
                 raise KernelError("a projection of KDA's window output was asked for without its rows")
             return reference.linear(h, weight)
         n, width = weight.shape
-        out = h.new_empty(h.shape[0], n)
+        out = h.new_empty(h.shape[0], n) if out is None else out
         name = "linear_normed" if lacks_norm else "linear"
         norm = [gated.sums, gated.sums.shape[2], float(gated.eps)] if lacks_norm else []
         if lacks_norm and (width % 128 or width // 128 > MAX_HEADS):
@@ -86,11 +94,14 @@ class DenseOps:
 
     def mlp(self, h: Tensor, params: MlpParams, rows: int | None = None) -> Tensor:
         if rows is None:
-            return reference.mlp(h, params)
+            return prefill_mlp(self.device, h, params)
         inner, width = params.down.shape[1], params.gate_up.shape[1]
         mid = h.new_empty(h.shape[0], inner)
         args = [h, params.gate_up, mid, float(params.limit), rows, inner, width]
+        after = self._hint
+        self.ahead(params.down)
         self._stream("mlp_gate_up", -(-inner // 8), width, rows, args)
+        self.ahead(*after)
         return self.linear(mid, params.down, rows)
 
     def head(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
@@ -115,7 +126,7 @@ class DenseOps:
         gate, width = self._gate(params.gate), h.shape[1]
         logits = torch.empty(ROW_TILE, count, dtype=torch.float32, device=h.device)
         wide = gate.shape[1]
-        self._stream("router", -(-count // 16), wide, rows, [h, gate, logits, rows, count, width, wide])
+        self._stream("router", -(-count // 16), wide, rows, [h, gate, logits, rows, count, width, wide], asks=False)
         experts = torch.empty(h.shape[0], chosen, dtype=torch.int64, device=h.device)
         weights = torch.empty(h.shape[0], chosen, dtype=torch.float32, device=h.device)
         plan = torch.empty(PLAN_WORDS, dtype=torch.int32, device=h.device)
@@ -129,9 +140,7 @@ class DenseOps:
 
     def experts(self, h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
         if rows is None:
-            from ling_kernels.cuda.prefill import prefill_experts
-
-            return prefill_experts(h, routing, params)
+            return prefill_experts(self.device, h, routing, params)
         plan = routing.plan if routing.plan is not None else self._plan(routing, rows)
         width, inner, shared = h.shape[1], params.down.shape[2], params.shared.down.shape[1]
         for size in (width, inner, shared):
@@ -173,8 +182,9 @@ class DenseOps:
         per = tiles_per_block(tiles, slots)
         return per, -(-tiles // per)
 
-    def _stream(self, name: str, tiles: int, width: int, rows: int, args: list[Argument]) -> None:
-        """Launch one of the kernels that walk tiles of a matrix; how many a block has is their last argument."""
+    def _stream(self, name: str, tiles: int, width: int, rows: int, args: list[Argument], asks: bool = True) -> None:
+        """Launch one of the kernels that walk tiles of a matrix; their last arguments are how many a block has and, of
+        those that ask ahead, the hint."""
         if not 1 <= rows <= ROW_TILE:
             raise KernelError(f"{rows} rows: a window has 1 to {ROW_TILE}")
         _width("width of a projection", width)
@@ -182,7 +192,8 @@ class DenseOps:
             raise KernelError(f"activations in {args[0].dtype}: the kernels compute in bfloat16")
         warps = warps_for(tiles, width, self.device.properties.num_sms)
         per, blocks = self._deal(name, tiles, width, rows)
-        self.device.launch(_named(name, rows), blocks, warps * 32, [*args, per], sums_bytes(warps, rows))
+        args = [*args, per, self.hint()] if asks else [*args, per]
+        self.device.launch(_named(name, rows), blocks, warps * 32, args, sums_bytes(warps, rows))
 
     def _gate(self, gate: Tensor) -> Tensor:
         """The router's weight as the kernel takes it, made at first use and kept: bf16 [E, D], or, for fp32, three bf16

@@ -21,7 +21,24 @@ class Int64:
     value: int
 
 
-Argument = Tensor | Int64 | int | float | None
+class Ahead(ctypes.Structure):
+    """A launch argument: memory to be asked for, as struct Ahead in arch.cuh."""
+
+    RANGES = 8
+    _fields_ = (("at", ctypes.c_void_p * RANGES), ("bytes", ctypes.c_uint32 * RANGES))
+
+    @classmethod
+    def of(cls, spans: Sequence[tuple[int, int]], most: int) -> Ahead:
+        """The first RANGES spans of addresses, `most` bytes of them in all."""
+        made = cls()
+        for place, (first, end) in enumerate(spans[: cls.RANGES]):
+            taken = min(end - first, most // 16 * 16)
+            made.at[place], made.bytes[place] = first, taken
+            most -= taken
+        return made
+
+
+Argument = Tensor | Int64 | Ahead | int | float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +147,21 @@ class Device:
             raise KernelError(f"{what}: {text.decode() if text else status}")
 
 
-def packed(args: Sequence[Argument]) -> tuple[tuple[int | float | None, ...], tuple[type, ...]]:
-    """Values and C types of launch arguments."""
+def packed(args: Sequence[Argument]) -> tuple[tuple[int | float | Ahead | None, ...], tuple[type | None, ...]]:
+    """Values and C types of launch arguments; for a structure, which is its own type, the bindings take None."""
     pairs = [_pair(arg) for arg in args]
     return tuple(value for value, _ in pairs), tuple(kind for _, kind in pairs)
 
 
-def _pair(arg: Argument) -> tuple[int | float | None, type]:
+def _pair(arg: Argument) -> tuple[int | float | Ahead | None, type | None]:
     if arg is None:
         return 0, ctypes.c_void_p
     if isinstance(arg, Tensor):
         return arg.data_ptr(), ctypes.c_void_p
     if isinstance(arg, Int64):
         return arg.value, ctypes.c_longlong
+    if isinstance(arg, Ahead):
+        return arg, None
     if isinstance(arg, bool):
         return int(arg), ctypes.c_int
     return arg, ctypes.c_int if isinstance(arg, int) else ctypes.c_float

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ling_kernels.cuda.driver import Device
-from ling_kernels.exchange import MAX_RANKS, PATIENCE_S, Board, PeerTimeout
+from ling_kernels.exchange import MAX_RANKS, PATIENCE_S, STARTING_S, Board, PeerTimeout
 from ling_kernels.ops import ROW_TILE, KernelError
 
 MAX_WIDTH, MAX_VOCAB = 4096, 163840
@@ -217,7 +217,7 @@ def open_exchange(device: Device, board: Board, peer_memory: bool = True) -> tup
     if reason:
         exchange.close()
         return NcclExchange(device, board), reason
-    exchange.set_patience(PATIENCE_S)
+    exchange.set_patience(STARTING_S)
     return exchange, ""
 
 

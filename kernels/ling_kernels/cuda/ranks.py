@@ -27,17 +27,28 @@ class CudaRankOps(CudaOps):
         self.note = note
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        x = table.new_empty(ids.shape[0], table.shape[1])
+        if self.exchange.narrow is None:
+            return self._embed([ids, None, None, Int64(0), None], table, x)
+        for start in range(0, ids.shape[0], BLOCKS):
+            part = slice(start, start + BLOCKS)
+            self._embed([ids[part], None, None, Int64(0), None], table, x[part])
+        return x
+
+    def draft_embed(self, anchor: Tensor, length: Tensor, table: Tensor, mask: int, num: int) -> tuple[Tensor, Tensor]:
+        positions = torch.empty(num, dtype=torch.int64, device=table.device)
+        x = table.new_empty(num, table.shape[1])
+        return self._embed([None, anchor, length, Int64(mask), positions], table, x), positions
+
+    def _embed(self, named: list[Argument], table: Tensor, x: Tensor) -> Tensor:
+        """Rows of the embedding into x; named: ids, or what a draft's come from."""
         count, width = table.shape
         self._check_width(width)
-        first = self.exchange.rank * count
-        x = table.new_empty(ids.shape[0], width)
+        args = [*named, table, self.exchange.rank * count, count, x, width]
         if self.exchange.narrow is None:
-            self.device.launch("embed_part", ids.shape[0], _threads(width), [ids, table, first, count, x, width])
+            self.device.launch("embed_part", x.shape[0], _threads(width), args)
             return self._gathered(x, None, None, 0.0)[0]
-        for start in range(0, ids.shape[0], BLOCKS):
-            part = ids[start : start + BLOCKS]
-            args = [part, table, first, count, x[start:], width]
-            self._exchange("exchange_embed", part.shape[0], _threads(width), args)
+        self._exchange("exchange_embed", x.shape[0], _threads(width), args)
         return x
 
     def exchange_norm(

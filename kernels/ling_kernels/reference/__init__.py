@@ -8,6 +8,7 @@ from ling_kernels.reference import dense, draft, kda, mla, moe, sample
 class ReferenceOps:
     """The contracts of `ling_kernels.ops.Ops`, one function each; runs on any torch device, written for the CPU."""
 
+    ahead = staticmethod(dense.ahead)
     embed = staticmethod(dense.embed)
     exchange_norm = staticmethod(dense.exchange_norm)
     linear = staticmethod(dense.linear)
@@ -22,6 +23,7 @@ class ReferenceOps:
     verdict = staticmethod(sample.verdict)
     advance = staticmethod(sample.advance)
     pick = staticmethod(sample.pick)
+    draft_embed = staticmethod(draft.embed)
     draft_context = staticmethod(draft.context)
     draft_block = staticmethod(draft.block)
     markov_pick = staticmethod(draft.pick)

@@ -28,6 +28,10 @@ class RankOps(ReferenceOps):
         # of each row one rank's part is not zero: the sum is exact
         return self._sum(torch.where(mine[:, None], rows, torch.zeros_like(rows))).to(table.dtype)
 
+    def draft_embed(self, anchor: Tensor, length: Tensor, table: Tensor, mask: int, num: int) -> tuple[Tensor, Tensor]:
+        places = torch.arange(num, device=anchor.device)
+        return self.embed(torch.where(places == 0, anchor, mask), table), length + places
+
     def exchange_norm(
         self, partial: Tensor | None, x: Tensor, weight: Tensor, eps: float, rows: int | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,6 @@ typedef u16 bf16;
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __restrict__
-#define CLUSTER(n)
 
 struct uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
@@ -58,10 +57,12 @@ struct Thread {
 extern Thread* self;
 extern Dim block, grid, threads;
 extern u8* dynamic_shared;
+extern u64 asked;  // bytes that a kernel asked for ahead
 
 void meet(u32 mask);  // all lanes of the warp
 void barrier();       // all threads of the block
 void wait_for_producer();
+void check_known(const void* from, u32 bytes);  // within one of the arguments
 void fail(const char* why);
 void look_again();    // others may run meanwhile
 
@@ -213,10 +214,40 @@ inline uint4 load_activations(const void* from) { return load_weights(from, true
 inline uint4 load16(const void* from, bool live = true) { return load_weights(from, live); }
 inline float load_settled(const float* from) { return *from; }
 inline i64 load_settled(const i64* from) { return *from; }
+inline bf16 load_settled(const bf16* from) { return *from; }
+inline uint2 load_settled(const uint2* from) {
+  if (uintptr_t(from) & 7) emulator::fail("an 8-byte load is not aligned");
+  return *from;
+}
+inline float4 load_settled(const float4* from) {
+  if (uintptr_t(from) & 15) emulator::fail("a 16-byte load is not aligned");
+  return *from;
+}
+inline uint2 load_activations4(const bf16* from) { return load_settled(reinterpret_cast<const uint2*>(from)); }
+inline bf16 load_activation(const bf16* from) { return *from; }
+// A hint may come at any time, but within an argument's memory.
 inline void prefetch_l2(const void* from, u32 bytes) {
   if ((uintptr_t(from) | bytes) & 15) emulator::fail("a prefetch is not aligned");
-  volatile u8 last = static_cast<const u8*>(from)[bytes - 1];  // out of bounds is a fault here
-  (void)last;
+  emulator::check_known(from, bytes);
+}
+constexpr int AHEAD = 8;
+constexpr u32 AHEAD_PIECE = 64;  // small, so that small tensors have several
+struct Ahead {
+  const u8* at[AHEAD];
+  u32 bytes[AHEAD];
+};
+inline void ask_ahead(const Ahead& ahead, u32 block, u32 blocks) {
+  u32 piece = threadIdx.x % WARP * blocks + block;
+  for (int range = 0; range < AHEAD; ++range) {
+    const u32 bytes = ahead.bytes[range], pieces = (bytes + AHEAD_PIECE - 1) / AHEAD_PIECE;
+    for (; piece < pieces; piece += WARP * blocks) {
+      const u32 from = piece * AHEAD_PIECE, left = bytes - from, size = left < AHEAD_PIECE ? left : AHEAD_PIECE;
+      volatile u8 last = ahead.at[range][from + size - 1];  // no argument: out of bounds is a fault here
+      (void)last;
+      emulator::asked += size;
+    }
+    piece -= pieces;
+  }
 }
 inline u32 load_shared_word(const u32* from) { return *from; }
 
@@ -281,12 +312,6 @@ inline void load_matrices_transposed(u32 (&v)[4], const void* row) {
     v[i] = pair;
   }
 }
-
-// As before sm_90: no clusters.
-inline u32 cluster_rank() { return 0; }
-inline void cluster_arrive() {}
-inline void cluster_wait() {}
-inline void store_to_peer(float*, u32, float) {}
 
 // Memory that several ranks see is shared between processes here. A block that waits lets its other threads run.
 inline void post_packet(void* to, u64 data, u32 number) {

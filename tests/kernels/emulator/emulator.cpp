@@ -35,6 +35,7 @@ struct Fiber {
 Thread* self;
 Dim block, grid, threads;
 u8* dynamic_shared;
+u64 asked;
 
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
@@ -68,6 +69,14 @@ static void protect(bool open) {
     u8* page = reinterpret_cast<u8*>(uintptr_t(regions[r].base) / PAGE * PAGE);
     mprotect(page, size_t(regions[r].base + regions[r].bytes - page), rights);
   }
+}
+
+void check_known(const void* from, u32 bytes) {
+  for (int r = 0; r < num_regions; ++r) {
+    const u8* at = static_cast<const u8*>(from);
+    if (at >= regions[r].base && at + bytes <= regions[r].base + regions[r].bytes) return;
+  }
+  fail("memory outside the arguments is asked for");
 }
 
 static void pause() {
@@ -180,10 +189,10 @@ void apply(void (*kernel)(A...), void** from) {
   apply(kernel, from, std::index_sequence_for<A...>{});
 }
 
-// One letter an argument: pointer, 32-bit integer, 64-bit integer, fp32.
+// One letter an argument: pointer, structure, 32-bit integer, 64-bit integer, fp32.
 template <class... A>
 std::string kinds(void (*)(A...)) {
-  return std::string{(std::is_pointer_v<A> ? 'p' : std::is_floating_point_v<A> ? 'f' : sizeof(A) == 8 ? 'l' : 'i')...};
+  return std::string{(std::is_pointer_v<A> ? 'p' : std::is_class_v<A> ? 's' : std::is_floating_point_v<A> ? 'f' : sizeof(A) == 8 ? 'l' : 'i')...};
 }
 
 }  // namespace emulator
@@ -196,6 +205,9 @@ extern "C" u8* emulator_allocate(size_t bytes) {
   mprotect(pages + size, PAGE, PROT_NONE);
   return pages + (size - bytes) / 16 * 16;
 }
+
+// Bytes that the last launch asked for ahead.
+extern "C" size_t emulator_asked() { return emulator::asked; }
 
 extern "C" void emulator_free(u8* base, size_t bytes) {
   using namespace emulator;
@@ -219,6 +231,7 @@ extern "C" const char* emulator_launch(
   shared_memory.assign(shared + 16, 0xff);
   dynamic_shared = shared_memory.data() + (-uintptr_t(shared_memory.data()) & 15);
   reason.clear();
+  asked = 0;
   struct sigaction handler = {}, old_segv, old_bus;
   handler.sa_sigaction = on_fault;
   handler.sa_flags = SA_SIGINFO | SA_NODEFER;

@@ -47,16 +47,31 @@ __device__ __forceinline__ void exchange_norm(i64 mail, const bf16* partial, con
   if (threadIdx.x == 0) swap.finish();
 }
 
-// x_out[row] = table[ids[row]] of a table whose rows first .. first + count are here, the others on other ranks.
+// x_out[row] = table[ids[row]] of a table whose rows first .. first + count are here, the others on other ranks. ids null:
+// a draft block's, `anchor` and then `mask`, at positions *length and on, which are written too.
+struct Named {
+  const i64* ids;
+  const i64* anchor;
+  const i64* length;
+  i64 mask;
+  i64* positions;
+
+  __device__ __forceinline__ i64 of(int row) const {
+    if (ids != nullptr) return ids[row];
+    if (threadIdx.x == 0) positions[row] = *length + row;
+    return row == 0 ? *anchor : mask;
+  }
+};
+
 template <int N>
-__device__ __forceinline__ void exchange_embed(i64 mail, const i64* ids, const bf16* table, int first, int count,
+__device__ __forceinline__ void exchange_embed(i64 mail, const Named& named, const bf16* table, int first, int count,
                                                bf16* x_out, int width) {
   wait_for_producer();
   let_next_start();
   const int at = threadIdx.x * 8;
   const bool inside = at < width;
   Swap<N> swap(mail_at(mail), blockIdx.x);
-  const i64 id = ids[blockIdx.x] - first;
+  const i64 id = named.of(blockIdx.x) - first;
   const bool here = id >= 0 && id < count;
   const uint4 own = load_weights(table + (here ? id : 0) * width + at, inside && here);
   float sum[8];
@@ -128,20 +143,20 @@ __device__ __forceinline__ void exchange_rows(i64 mail, const float* part, float
   if (threadIdx.x == 0) swap.finish();
 }
 
-#define FOR_RANKS(N)                                                                                                 \
-  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) exchange_norm_##N(i64 mail, const bf16* partial, const bf16* x, const bf16* weight,      \
-                                               bf16* x_out, bf16* h, int width, float eps) {                         \
+#define FOR_RANKS(N)                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) exchange_norm_##N(i64 mail, const bf16* partial, const bf16* x, const bf16* weight, \
+                                               bf16* x_out, bf16* h, int width, float eps) {                          \
     exchange_norm<N>(mail, partial, x, weight, x_out, h, width, eps);                                                 \
-  }                                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) exchange_embed_##N(i64 mail, const i64* ids, const bf16* table, int first, int count,    \
-                                                bf16* x_out, int width) {                                            \
-    exchange_embed<N>(mail, ids, table, first, count, x_out, width);                                                  \
-  }                                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(WARP)                                                                 \
+  }                                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) exchange_embed_##N(i64 mail, const i64* ids, const i64* anchor, const i64* length, i64 mask, i64* positions, \
+                         const bf16* table, int first, int count, bf16* x_out, int width) {                           \
+    exchange_embed<N>(mail, {ids, anchor, length, mask, positions}, table, first, count, x_out, width);               \
+  }                                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(WARP)                                                                  \
       exchange_best_##N(i64 mail, const u64* best, const u32* bad, const float* sums, int blocks, int first,          \
                         u64* best_out, u32* bad_out, float* sums_out, int stride) {                                   \
     exchange_best<N>(mail, best, bad, sums, blocks, first, best_out, bad_out, sums_out, stride);                      \
-  }                                                                                                                  \
+  }                                                                                                                   \
   extern "C" __global__ void __launch_bounds__(ROWS_THREADS, 1)                                                       \
       exchange_rows_##N(i64 mail, const float* part, float* whole, int rows, int n) {                                 \
     exchange_rows<N>(mail, part, whole, rows, n);                                                                     \
@@ -154,11 +169,12 @@ FOR_RANKS(8)
 // ---- the same from gathered parts -------------------------------------------------------------------------------
 
 // This rank's part of an embedding: rows that are elsewhere are zeros. Grid and block as exchange_embed.
-extern "C" __global__ void embed_part(const i64* ids, const bf16* table, int first, int count, bf16* x_out, int width) {
+extern "C" __global__ void embed_part(const i64* ids, const i64* anchor, const i64* length, i64 mask, i64* positions,
+                                      const bf16* table, int first, int count, bf16* x_out, int width) {
   wait_for_producer();
   let_next_start();
   const int at = threadIdx.x * 8;
-  const i64 id = ids[blockIdx.x] - first;
+  const i64 id = Named{ids, anchor, length, mask, positions}.of(blockIdx.x) - first;
   const bool here = id >= 0 && id < count;
   if (at >= width) return;
   const uint4 own = load_weights(table + (here ? id : 0) * width + at, here);
