@@ -28,7 +28,7 @@ def test_every_chunk_of_k_belongs_to_one_warp_once(size: tuple[int, int, int]) -
     chunks = tiles.num_chunks(width)
     batches = -(-chunks // (warps * tiles.DEPTH))
     taken = [
-        (batch * tiles.DEPTH + s) * warps + warp
+        (batch * warps + warp) * tiles.DEPTH + s
         for batch in range(batches)
         for s in range(tiles.DEPTH)
         for warp in range(warps)
@@ -54,6 +54,42 @@ def test_published_shapes_keep_enough_on_the_way(count: int, width: int) -> None
     assert flying > 26 * 1024, f"{flying / 1024:.0f} KB a multiprocessor with {warps} warps, {per} tiles a block"
     empty = -(-tiles.num_chunks(width) // (warps * tiles.DEPTH)) * warps * tiles.DEPTH / tiles.num_chunks(width)
     assert empty < 1.2
+
+
+def owners(dealt: tiles.Deal, rows: int) -> list[int]:
+    """Blocks in the order of the rows that they own, as the kernels count them."""
+    found = []
+    for block in range(dealt.blocks):
+        for tile in range(block * dealt.per, (block + 1) * dealt.per):
+            found += [block] * len(range(tile * dealt.tall, min(rows, (tile + 1) * dealt.tall)))
+    return found
+
+
+@given(st.integers(1, 20000), sizes, st.sampled_from([8, 16]), st.sampled_from([8, 12, 16]))
+def test_every_row_is_dealt_out_once(rows: int, size: tuple[int, int, int], tall: int, together: int) -> None:
+    dealt = tiles.deal(rows, size[1], size[2], tall, together)
+    assert 1 <= dealt.warps <= together
+    assert 1 <= dealt.tall <= tall
+    assert dealt.blocks <= size[2] * (together // dealt.warps)
+    owned = owners(dealt, rows)
+    assert len(owned) == rows
+    assert set(owned) == set(range(dealt.blocks)), "a block without a row"
+
+
+# rows, width, rows of a tile at most: tiny's in_proj, out_proj, both halves of the dense MLP; flash's on one of four
+DEALT = [(10256, 1536, 16), (1536, 2048, 16), (4608, 1536, 8), (1536, 4608, 16)]
+DEALT += [(5128, 2560, 16), (2560, 1024, 16), (1536, 2560, 8), (2560, 1536, 16)]
+
+
+@pytest.mark.parametrize(("rows", "width", "tall"), DEALT)
+def test_published_shapes_are_dealt_out_evenly(rows: int, width: int, tall: int) -> None:
+    dealt = tiles.deal(rows, width, H200, tall)
+    blocks = -(-dealt.blocks // H200)
+    fullest = blocks * dealt.per * dealt.tall
+    assert fullest * H200 / rows < 1.05, f"{dealt}: {fullest} rows on one multiprocessor"
+    empty = -(-tiles.num_chunks(width) // (dealt.warps * tiles.DEPTH)) * dealt.warps * tiles.DEPTH
+    assert empty / tiles.num_chunks(width) < 1.2
+    assert blocks * dealt.warps <= tiles.TOGETHER
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16])

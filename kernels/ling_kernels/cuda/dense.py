@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.driver import Argument, Device
-from ling_kernels.cuda.tiles import sums_bytes, tiles_per_block, warps_for, warps_for_down
+from ling_kernels.cuda.tiles import TALL, TOGETHER, Deal, deal, sums_bytes, tiles_per_block, warps_for, warps_for_down
 from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, MoeParams, Routing
 from ling_kernels.reference import dense as reference
 from ling_kernels.reference import moe as reference_moe
@@ -44,7 +44,17 @@ class Candidates(NamedTuple):
 
 class DenseOps(AheadOps):
     """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16; prefetch: ask
-    for the shared expert's weights while the router selects."""
+    for the shared expert's weights while the router selects.
+
+    For measurements: early, the share of L2 that a projection asks for of its own weight before it waits; early_norm,
+    that exchange_norm lets the next kernel start before it waits itself; together and warps, as `tiles.deal` has them.
+    The first two change no bit.
+    """
+
+    early = 0.4
+    early_norm = True
+    together = TOGETHER
+    warps: int | None = None
 
     def __init__(self, device: Device, gate_fp32: bool = False, prefetch: bool = True) -> None:
         self.device = device
@@ -70,7 +80,7 @@ class DenseOps(AheadOps):
     ) -> tuple[Tensor, Tensor]:
         width = _width("hidden size", x.shape[1], MAX_WIDTH)
         total, h = (x if partial is None else torch.empty_like(x)), torch.empty_like(x)
-        args = [partial, x, weight, total, h, width, float(eps)]
+        args = [partial, x, weight, total, h, width, float(eps), int(self.early_norm)]
         self.device.launch("exchange_norm", x.shape[0] if rows is None else rows, _threads(width), args)
         return total, h
 
@@ -87,7 +97,7 @@ class DenseOps(AheadOps):
         norm = [gated.sums, gated.sums.shape[2], float(gated.eps)] if lacks_norm else []
         if lacks_norm and (width % 128 or width // 128 > MAX_HEADS):
             raise KernelError(f"KDA output of {width} values: the kernels need heads of 128, at most {MAX_HEADS}")
-        self._stream(name, -(-n // 16), width, rows, [h, weight, out, *norm, rows, n, width])
+        self._stream(name, n, width, rows, [h, weight, out, *norm, rows, n, width])
         return out
 
     def mlp(self, h: Tensor, params: MlpParams, rows: int | None = None) -> Tensor:
@@ -98,7 +108,7 @@ class DenseOps(AheadOps):
         args = [h, params.gate_up, mid, float(params.limit), rows, inner, width]
         after = self._hint
         self.ahead(params.down)
-        self._stream("mlp_gate_up", -(-inner // 8), width, rows, args)
+        self._stream("mlp_gate_up", inner, width, rows, args, paired=True)
         self.ahead(*after)
         return self.linear(mid, params.down, rows)
 
@@ -107,12 +117,12 @@ class DenseOps(AheadOps):
             return reference.head(h, weight)
         n, width = weight.shape
         logits = torch.empty(h.shape[0], n, dtype=torch.float32, device=h.device)
-        tiles = -(-n // 16)
-        per, blocks = self._deal("head", tiles, width, rows)
+        warps, per, blocks = self._whole_tiles("head", n, width, rows)
+        dealt = Deal(warps, TALL, per, blocks)
         values = torch.empty(blocks, ROW_TILE, dtype=torch.float32, device=h.device)
         ids = torch.empty(blocks, ROW_TILE, dtype=torch.int32, device=h.device)
-        self._stream("head", tiles, width, rows, [h, weight, logits, values, ids, rows, n, width])
-        self.candidates = Candidates(logits, values, ids, per * 16)
+        self._stream("head", n, width, rows, [h, weight, logits, values, ids, rows, n, width], dealt)
+        self.candidates = Candidates(logits, values, ids, per * TALL)
         return logits
 
     def route(self, h: Tensor, params: MoeParams, rows: int | None = None) -> Routing:
@@ -124,7 +134,10 @@ class DenseOps(AheadOps):
         gate, width = self._gate(params.gate), h.shape[1]
         logits = torch.empty(ROW_TILE, count, dtype=torch.float32, device=h.device)
         wide = gate.shape[1]
-        self._stream("router", -(-count // 16), wide, rows, [h, gate, logits, rows, count, width, wide], asks=False)
+        _check_window(h, wide, rows)
+        warps, per, blocks = self._whole_tiles("router", count, wide, rows)
+        args = [h, gate, logits, rows, count, width, wide, per]
+        self.device.launch(_named("router", rows), blocks, warps * 32, args, sums_bytes(warps, rows))
         experts = torch.empty(h.shape[0], chosen, dtype=torch.int64, device=h.device)
         weights = torch.empty(h.shape[0], chosen, dtype=torch.float32, device=h.device)
         plan = torch.empty(PLAN_WORDS, dtype=torch.int32, device=h.device)
@@ -175,25 +188,34 @@ class DenseOps(AheadOps):
         self.device.launch("route_plan", 1, MAX_EXPERTS, args)
         return plan
 
-    def _deal(self, name: str, tiles: int, width: int, rows: int) -> tuple[int, int]:
-        """Tiles per block, and blocks."""
+    def _whole_tiles(self, name: str, n: int, width: int, rows: int) -> tuple[int, int, int]:
+        """Warps, tiles of 16 rows for a block, and blocks, where all warps of the machine may be taken."""
+        tiles = -(-n // TALL)
         warps = warps_for(tiles, width, self.device.properties.num_sms)
         slots = self.device.resident(_named(name, rows), warps * 32, sums_bytes(warps, rows))
         per = tiles_per_block(tiles, slots)
-        return per, -(-tiles // per)
+        return warps, per, -(-tiles // per)
 
-    def _stream(self, name: str, tiles: int, width: int, rows: int, args: list[Argument], asks: bool = True) -> None:
-        """Launch one of the kernels that walk tiles of a matrix; their last arguments are how many a block has and, of
-        those that ask ahead, the hint."""
-        if not 1 <= rows <= ROW_TILE:
-            raise KernelError(f"{rows} rows: a window has 1 to {ROW_TILE}")
-        _width("width of a projection", width)
-        if args[0].dtype != torch.bfloat16:
-            raise KernelError(f"activations in {args[0].dtype}: the kernels compute in bfloat16")
-        warps = warps_for(tiles, width, self.device.properties.num_sms)
-        per, blocks = self._deal(name, tiles, width, rows)
-        args = [*args, per, self.hint()] if asks else [*args, per]
-        self.device.launch(_named(name, rows), blocks, warps * 32, args, sums_bytes(warps, rows))
+    def _stream(
+        self,
+        name: str,
+        n: int,
+        width: int,
+        rows: int,
+        args: list[Argument],
+        dealt: Deal | None = None,
+        paired: bool = False,
+    ) -> None:
+        """Launch one of the kernels that walk tiles of a matrix of `n` rows; paired: of n gate and n up rows. Its last
+        arguments are how the matrix is dealt out, how many rows a block asks for early, and the hint."""
+        _check_window(args[0], width, rows)
+        most = TALL // 2 if paired else TALL
+        dealt = dealt or deal(n, width, self.device.properties.num_sms, most, self.together, self.warps)
+        row_bytes = args[0].element_size() * width * (2 if paired else 1)
+        asked = int(self.early * self.device.properties.l2_bytes / dealt.blocks / row_bytes)
+        args = [*args, dealt.per, dealt.tall, min(asked, dealt.per * dealt.tall), self.hint()]
+        shared = sums_bytes(dealt.warps, rows)
+        self.device.launch(_named(name, rows), dealt.blocks, dealt.warps * 32, args, shared)
 
     def _gate(self, gate: Tensor) -> Tensor:
         """The router's weight as the kernel takes it, made at first use and kept: bf16 [E, D], or, for fp32, three bf16
@@ -213,6 +235,14 @@ def _parts(gate: Tensor) -> Tensor:
         parts.append(padded.bfloat16())
         padded = padded - parts[-1].float()
     return torch.cat(parts, dim=1).contiguous()
+
+
+def _check_window(h: Tensor, width: int, rows: int) -> None:
+    if not 1 <= rows <= ROW_TILE:
+        raise KernelError(f"{rows} rows: a window has 1 to {ROW_TILE}")
+    _width("width of a projection", width)
+    if h.dtype != torch.bfloat16:
+        raise KernelError(f"activations in {h.dtype}: the kernels compute in bfloat16")
 
 
 def _check_router(params: MoeParams) -> None:

@@ -6,17 +6,72 @@ last bits; two widths on one GPU may not.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 CHUNK, DEPTH, PITCH = 32, 4, 20  # as in gemm.cuh
-CHUNK_BYTES = 16 * CHUNK * 2
+TALL = 16  # rows that a tile may have
+CHUNK_BYTES = TALL * CHUNK * 2
 MAX_WARPS = 16
 # With 128 registers a thread, the most that the kernels use, a multiprocessor holds this many warps.
 WARPS_PER_SM = 16
+# As many as a projection takes of them: the rest is for the kernels before and after it, which run at the same time.
+TOGETHER = 12
 # Bytes that should be on their way per multiprocessor: 4.3 TB/s x 0.8 us / 132 is 26 KB at least; more hides the ramp.
 IN_FLIGHT = 48 * 1024
+# The same where a block asks L2 for its rows at its start, and its registers wait for L2 only.
+IN_FLIGHT_ASKED = 24 * 1024
+# A tile that is not full costs this share more for the part that it lacks: tokens and products are for 16 rows.
+EMPTY = 0.1
+
+
+class Deal(NamedTuple):
+    """tall: rows of a tile; per: tiles of a block."""
+
+    warps: int
+    tall: int
+    per: int
+    blocks: int
 
 
 def num_chunks(width: int) -> int:
     return -(-width // CHUNK)
+
+
+def deal(
+    rows: int, width: int, num_sms: int, tall: int = TALL, together: int = TOGETHER, warps: int | None = None
+) -> Deal:
+    """Deal `rows` of [.., width] out so that each multiprocessor gets nearly the same bytes, in tiles of up to `tall`.
+
+    together: warps that may share a multiprocessor; warps: of a block, to measure others than would be chosen.
+    """
+    most = min(MAX_WARPS, together, num_chunks(width))
+    choice = range(1, most + 1) if warps is None else [min(warps, most)]
+    found = _deals(rows, num_sms, tall, together, choice)
+    return min(found, key=lambda d: _cost(d, rows, width, num_sms, tall))
+
+
+def _deals(rows: int, num_sms: int, tall: int, together: int, choice: Iterable[int]) -> list[Deal]:
+    found = []
+    for warps in choice:
+        for blocks_per_sm in range(1, together // warps + 1):
+            a_block = -(-rows // (num_sms * blocks_per_sm))
+            per = -(-a_block // tall)
+            height = -(-a_block // per)
+            found.append(Deal(warps, height, per, -(-rows // (per * height))))
+    return found
+
+
+def _cost(deal: Deal, rows: int, width: int, num_sms: int, tall: int) -> tuple[float, int]:
+    """Weighed: the fullest multiprocessor, slots of K that stay empty, bytes in flight, tiles that are not full."""
+    chunks, at_once = num_chunks(width), deal.warps * DEPTH
+    fullest = -(-deal.blocks // num_sms) * deal.per * deal.tall * num_sms / rows
+    wasted = _padded(chunks, at_once) / chunks
+    flying = deal.blocks * min(at_once, chunks) * CHUNK_BYTES * deal.tall / tall / num_sms
+    lacking = 1 + EMPTY * (tall / deal.tall - 1)
+    # what is small cannot fly in larger numbers than there are
+    enough = min(IN_FLIGHT_ASKED, rows * width * CHUNK_BYTES / (tall * CHUNK) / num_sms)
+    return round(fullest * wasted * lacking * max(1.0, enough / flying), 3), abs(deal.warps - 2 * DEPTH)
 
 
 def warps_for(tiles: int, width: int, num_sms: int) -> int:

@@ -93,6 +93,7 @@ __device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #else
   const char* line = static_cast<const char*>(from);
+#pragma unroll 1
   for (u32 at = 0; at < bytes; at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(line + at) : "memory");
 #endif
 }
@@ -112,6 +113,7 @@ __device__ __forceinline__ void ask_ahead(const Ahead& ahead, u32 block, u32 blo
 #pragma unroll
   for (int range = 0; range < AHEAD; ++range) {
     const u32 bytes = ahead.bytes[range], pieces = (bytes + AHEAD_PIECE - 1) / AHEAD_PIECE;
+#pragma unroll 1
     for (; piece < pieces; piece += WARP * blocks) {
       const u32 from = piece * AHEAD_PIECE, left = bytes - from;
       prefetch_l2(ahead.at[range] + from, left < AHEAD_PIECE ? left : AHEAD_PIECE);
@@ -139,6 +141,15 @@ __device__ __forceinline__ void wait_for_producer() {
 }
 
 __device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The same before the wait, in a short kernel: the next grid's weights are then on their way while this one still waits
+// for its producer. Such a next grid may be two kernels ahead of what has finished: before its wait it touches weights,
+// and of what is settled only what more than two kernels separate from its writer.
+__device__ __forceinline__ void let_next_start_early() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

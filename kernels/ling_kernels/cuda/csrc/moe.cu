@@ -192,6 +192,7 @@ struct ExpertGateUp {
   __device__ __forceinline__ int tiles() const { return (experts.inner + 7) / 8; }
   __device__ __forceinline__ int first() const { return blockIdx.x; }
   __device__ __forceinline__ bool early(int tile) const { return tile < shared_tiles(); }
+  __device__ __forceinline__ void ask_rest(int) const {}
   __device__ __forceinline__ int end() const { return shared_tiles() + (int(experts.plan[0]) - 1) * tiles(); }
   __device__ __forceinline__ int slot(int tile) const {
     return tile < shared_tiles() ? 0 : (tile - shared_tiles()) / tiles() + 1;
