@@ -65,6 +65,11 @@ class TextModel:
             script = read_script(Path(spec.model))
             folder = Path(spec.model).parent / script.template if script.template else _DEMO
             return cls(ScriptedTokens(script.pieces), frozenset({script.eos}), folder)
+        if spec.dummy:
+            from ling_local.engine.shapes import dummy_config
+            from ling_local.text.numbered import NumberedTokens
+
+            return cls(NumberedTokens(dummy_config(spec.dummy).vocab_size), frozenset(), _DEMO)
         from ling_local.text.tokenizer import Tokenizer
 
         folder = Path(spec.model)

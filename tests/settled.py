@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from emulator import EmulatedDevice
 from ling_kernels.cuda.driver import Argument
 
-# Places of such arguments: written several kernels earlier, and by none that may still run. (a state; keys and values
-# below the window, positions, length)
+# Places of such arguments: written several kernels earlier, and by none that may still run. (history and state; keys
+# and values below the window, positions, length)
 SETTLED = {
-    "kda_verify_sums": (6,),
-    "mla_attend_large": (3, 4),
-    "mla_attend_small": (3, 4),
+    "kda_verify_sums": (5, 6),
+    "kda_verify_sums_uneven": (5, 6),
+    "mla_query": (12,),
+    "mla_attend_128_1": (3, 4),
+    "mla_attend_128_3": (3, 4),
+    "mla_attend_128_5": (3, 4),
+    "mla_attend_64_1": (3, 4),
+    "mla_merge": (3,),
     "draft_attend": (3, 4, 5),
+    "draft_merge": (3,),
 }
 
 

@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--chain", action="store_true")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
-    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl, allow_untested=True)
+    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
     shape, timings = SHAPES[args.shape], []
     parts = (time_projections, time_mlp_and_norm, time_experts)
     if args.variants or args.chain:

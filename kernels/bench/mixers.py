@@ -54,13 +54,17 @@ def time_kda(ops: CudaOps, heads: int, layers: int, rows: int) -> Iterator[Timin
     count = torch.tensor(rows, device="cuda")
     staged = [ops.kda_verify(proj, conv[i], state[i], params, rows)[1] for i in range(layers)]
     size = FP32 * (inner * 128 + rows * 3 * inner) + BF16 * rows * (9 * inner + heads)
-    for clusters in (False, True):
-        ops.clusters = clusters
-        calls = [_call(ops.kda_verify, proj, conv[i], state[i], params, rows) for i in range(layers)]
-        yield Timing(f"kda_verify{' (clusters)' if clusters else ''}", rows, size, time_graph(calls))
-    ops.clusters = False
+    calls = [_call(ops.kda_verify, proj, conv[i], state[i], params, rows) for i in range(layers)]
+    yield Timing("kda_verify", rows, size, time_graph(calls))
     size = layers * FP32 * (2 * inner * 128 + rows * 3 * inner)
     yield Timing("kda_commit", rows, size, time_graph([_call(ops.kda_commit, staged, conv, state, count)] * 4))
+    if rows > 1:
+        return
+    many = 2048
+    prompt = weight(many, 5 * inner + heads)
+    size = FP32 * inner * 256 + many * (BF16 * (6 * inner + heads) + FP32 * 2 * heads * 516 + FP32 * 2 * inner)
+    call = _call(ops.kda_prefill, prompt, conv[0], state[0], params)
+    yield Timing(f"kda_prefill, {many} rows", many, size, time_graph([call] * 3))
 
 
 def time_mla(ops: CudaOps, heads: int, rank: int, context: int, rows: int) -> Iterator[Timing]:
@@ -143,7 +147,11 @@ def time_draft(ops: CudaOps, hidden: int, vocab: int, context: int) -> Iterator[
     numbers, whole = torch.zeros(3, device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
     sampling = Sampling(True, numbers[0], whole[0], numbers[1], whole[1], vocab)
     call = _call(ops.markov_pick, base, x, whole[2], params, positions, sampling)
-    yield Timing("markov_pick, 7 picks", 7, 7 * _bytes(params.markov_w2) + _bytes(base), time_graph([call]))
+    size = 7 * _bytes(params.markov_w2) + _bytes(base)
+    for turns, asked in ((True, 2), (False, 2), (True, 0), (False, 0), (True, 4)):
+        ops.turns, ops.asked = turns, asked
+        yield Timing(f"7 picks, {'to and fro' if turns else 'one way'}, {asked} asked", 7, size, time_graph([call]))
+    ops.turns, ops.asked = True, 2
     taps = weight(ROW_TILE, 3 * hidden)
     call = _call(ops.draft_context, taps, params, cache, table, positions.repeat(3)[:ROW_TILE], 9)
     size = _bytes(params.fc) + sum(_bytes(p.in_proj) * 2 / 3 for p in params.layers)
@@ -164,9 +172,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 9])
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--no-ahead", action="store_true", help="kernels ask for nothing ahead")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
-    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl, allow_untested=True)
+    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
+    ops.asks = not args.no_ahead
     heads, hidden, layers, rank, vocab = SHAPES[args.shape]
     timings: list[Timing] = []
     with torch.inference_mode():

@@ -230,7 +230,7 @@ class Ops(Protocol):
         """KDA over a window, raw projections to gated output. Reads conv and state, never writes them.
 
         proj [R, 5P+H] act, q‖k‖v‖f‖g‖b; conv [3, 3P] act, raw inputs before the window; state [H, 128, 128] fp32 as
-        [key, value]; rows = W. -> o [R, P] act (rows past W are zero), staged. The recurrence is sequential in fp32
+        [value, key]; rows = W. -> o [R, P] act (rows past W are zero), staged. The recurrence is sequential in fp32
         with one order of operations. Source: ling3-model.md 4.1, dspark.md 9.
         """
         ...
@@ -316,6 +316,11 @@ class Ops(Protocol):
         taps [R, taps * D] act, the residual stream after the tapped layers; cache [layers, 2, C, Hkv, head] act;
         rope [C, rope_dim] fp32 cos‖sin; rows `positions[:rows]` are written. Row-exact. Source: dspark.md section 3.
         """
+        ...
+
+    def draft_embed(self, anchor: Tensor, length: Tensor, table: Tensor, mask: int, num: int) -> tuple[Tensor, Tensor]:
+        """A block's input: embeddings x [num, D] act of `anchor` [] and of num - 1 masks, and positions [num] int64,
+        `length` [] and on. Source: dspark.md section 4."""
         ...
 
     def draft_block(

@@ -59,6 +59,11 @@ Modes = _option("modes")
 FullWidth = _option("full_width")
 Check = _option("check")
 CheckBlocks = _option("check_blocks")
+Dummy = _option("dummy")
+Layers = _option("layers")
+Shard = _option("shard")
+AcceptPattern = _option("accept_pattern")
+Breakdown = _option("breakdown")
 
 RARE = ("block", "device", "dtype", "ctx", "threads", "engine", "color", "quiet", "debug")
 

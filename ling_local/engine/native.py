@@ -13,27 +13,21 @@ from torch import Tensor
 import ling_kernels
 from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, Ops
 from ling_local.engine.capture import CapturedStep
-from ling_local.engine.config import load_model_config
 from ling_local.engine.drafter import Drafter
-from ling_local.engine.drafts import open_drafter
+from ling_local.engine.forced import Forced, force
 from ling_local.engine.generation import CHUNK, NativeGeneration, RingEntry
-from ling_local.engine.gpu import (
-    PREFILL_CHUNK,
-    GpuOptions,
-    HostRing,
-    check_gpu_memory,
-    fitting_context,
-    open_gpu_ops,
-)
+from ling_local.engine.gpu import PREFILL_CHUNK, GpuOptions, HostRing, errors_in_words, open_gpu_ops
 from ling_local.engine.layout import memory_bytes, model_layout, parameter_count
+from ling_local.engine.memory import MemoryPlan, free_bytes, plan_cpu, plan_gpu
 from ling_local.engine.model import forward
-from ling_local.engine.protocol import EngineInfo, ProgressFn
+from ling_local.engine.protocol import Dummy, EngineInfo, ProgressFn
+from ling_local.engine.source import Source, open_source
 from ling_local.engine.state import RING_SLOTS, SequenceState, Snapshot
 from ling_local.engine.step import step
 from ling_local.engine.threads import ThreadRule
-from ling_local.engine.weights import DTYPES, Weights, load_weights
+from ling_local.engine.weights import DTYPES, Weights
 from ling_local.engine.width import PIECE, PLAIN_FIRST, StepTimes
-from ling_local.errors import ContextTooLong, EngineBusy, EngineError, ModelError, UsageError
+from ling_local.errors import ContextTooLong, EngineBusy, EngineError, UsageError
 from ling_local.types import SamplingParams, TokenRequest
 
 KEPT_SNAPSHOTS = 8
@@ -81,15 +75,17 @@ class NativeEngine:
         threads: int = 0,
         progress: ProgressFn | None = None,
         gpu: GpuOptions | None = None,
+        dummy: Dummy | None = None,
+        accept: Sequence[int] = (),
     ) -> NativeEngine:
-        """Check and load the checkpoint folder `path`.
+        """Check and load the checkpoint folder `path`, or make the `dummy` in its place.
 
         context: tokens to hold at most, 0 for the model's limit, or on a GPU for what fits; threads: torch's, 0 for a
-        fitting number.
+        fitting number; accept: accept counts to force (engine/forced.py).
         Raises ModelError, UsageError or OutOfMemory; nothing is mapped before all files were checked.
         """
-        folder = Path(path)
-        config = load_model_config(folder)
+        source = open_source(path, dummy, draft)
+        config = source.config
         if dtype not in DTYPES:
             raise UsageError(f"no dtype '{dtype}'", f"use one of: {', '.join(DTYPES)}")
         if not 0 <= context <= config.max_position_embeddings:
@@ -97,32 +93,19 @@ class NativeEngine:
                 f"a context of {context} tokens is not possible: the model's limit is {config.max_position_embeddings}",
                 f"give --ctx a number from 1 to {config.max_position_embeddings}",
             )
-        specs = model_layout(config)
         gpu = None if device == "cpu" else gpu or GpuOptions()
-        if gpu:
-            ops = open_gpu_ops(device, dtype, gpu, progress)
-            check_gpu_memory(folder, device, memory_bytes(specs, DTYPES[dtype].itemsize))
-        else:
-            ops = ling_kernels.load(device)
-        weights = load_weights(folder, config, DTYPES[dtype], device, progress)
-        drafter = open_drafter(folder, weights, draft, block)
-        limit = context or config.max_position_embeddings
-        if gpu:
-            free, _ = torch.cuda.mem_get_info(device)
-            limit = fitting_context(weights, drafter, limit, free, asked=context > 0)
-        info = EngineInfo(
-            model=folder.resolve().name,
-            dtype=dtype,
-            device=device,
-            context_limit=limit,
-            vocab_size=config.vocab_size,
-            parameters=parameter_count(specs),
-            weight_bytes=memory_bytes(specs, DTYPES[dtype].itemsize),
-            drafter=drafter.name if drafter else "off",
-            block=drafter.block if drafter else 0,
-            torch=torch.__version__,
-        )
-        engine = cls(weights, info, tokenizer_size(folder, config.vocab_size), drafter, ops, gpu)
+        with errors_in_words("to load the model", device):
+            ops = open_gpu_ops(device, dtype, gpu, progress) if gpu else ling_kernels.load(device)
+            source.check()
+            ghost = source.ghost(DTYPES[dtype])
+            plan = _plan(source, ghost, source.drafter(ghost, draft, block), device, context)
+            plan.tell(progress)
+            weights = source.weights(DTYPES[dtype], device, progress)
+            drafter = force(source.drafter(weights, draft, block), accept, device)
+            info = _info(source, weights, drafter, device, plan, accept)
+            engine = cls(weights, info, source.vocab, drafter, ops, gpu)
+            if gpu:
+                engine.capture_steps()
         if threads:
             torch.set_num_threads(threads)
         elif not gpu and info.weight_bytes < SMALL_BYTES:
@@ -150,6 +133,20 @@ class NativeEngine:
             step(self.ops, self.weights, state, self.drafter, width, following)
             state.ring[number % RING_SLOTS].tolist()
             self.step_times[True].note(width, following > 0, time.monotonic() - started)
+
+    @torch.inference_mode()
+    def capture_steps(self) -> None:
+        """Capture the graphs that a request will want, so that no first step pays for one and memory that is short is
+        said at the load. `done` is set in a new state, so the steps change nothing that a request reads."""
+        block, state = self._info.block, self._state
+        kinds = [(1, 0), (1, block), (block + 1, block)] if block else [(1, 0)]
+        sampling = state.sampling
+        for greedy in (True, False):
+            state.sampling = sampling._replace(greedy=greedy)
+            for width, following in kinds:
+                self.step(self.ops, self.weights, state, self.drafter, width, following)
+        state.sampling = sampling
+        state.clear()
 
     def new_state(self, context: int) -> SequenceState:
         """An empty state for `context` tokens."""
@@ -276,8 +273,15 @@ class NativeEngine:
         self._snapshots.clear()
         self._ids = []
 
+    def learn(self, ids: Sequence[int]) -> None:
+        """Note what a generation said, from the first prompt token on, where accept counts are forced."""
+        if isinstance(self.drafter, Forced):
+            self.drafter.learn(self._state, ids)
+
     def _launch(self, number: int, width: int, following: int) -> None:
         """Launch step `number`; on a GPU its ring entry is sent to the host behind it."""
+        if self._host_ring:
+            self._host_ring.begin(number)
         self.step(self.ops, self.weights, self._state, self.drafter, width, following)
         if self._host_ring:
             self._host_ring.send(self._state.ring, number)
@@ -285,21 +289,41 @@ class NativeEngine:
     def _read(self, number: int) -> RingEntry:
         """Wait for step `number` and read its entry: the only place where a device value reaches the host."""
         ring, host = self._state.ring, self._host_ring
-        values = host.wait(number) if host else ring[number % RING_SLOTS].tolist()
+        values, gpu_s = host.wait(number) if host else (ring[number % RING_SLOTS].tolist(), 0.0)
         ids = values[RING_HEADER : RING_HEADER + values[1]]
         sure = [v / 1e6 for v in values[RING_HEADER + ROW_TILE :]]
-        return RingEntry(*values[:RING_HEADER], tuple(ids), tuple(sure))
+        return RingEntry(*values[:RING_HEADER], tuple(ids), tuple(sure), gpu_s)
 
 
-def tokenizer_size(folder: Path, vocab_size: int) -> int:
-    """Ids that the tokenizer defines; logits past it are padding. The whole vocabulary without a tokenizer."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return vocab_size
-    from tokenizers import Tokenizer
+def _plan(source: Source, ghost: Weights, drafter: Drafter | None, device: str, context: int) -> MemoryPlan:
+    """What goes where, before it is loaded. Raises OutOfMemory where a GPU cannot hold it."""
+    wanted, free = context or source.config.max_position_embeddings, free_bytes(device)
+    if device == "cpu":
+        return plan_cpu(ghost, drafter, wanted, free)
+    return plan_gpu(source.name, ghost, drafter, wanted, free, asked=context > 0)
 
-    try:
-        highest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values())
-    except Exception as error:  # the library raises plain Exception for a broken file
-        raise ModelError(f"{path}: cannot be read as a tokenizer: {error}", "download this file again") from None
-    return min(highest + 1, vocab_size)
+
+def _info(
+    source: Source, weights: Weights, drafter: Drafter | None, device: str, plan: MemoryPlan, accept: Sequence[int]
+) -> EngineInfo:
+    specs = model_layout(source.config)
+    forced = tuple(accept) if drafter else ()
+    marks = source.marks
+    if forced:
+        marks += (f"FORCED: accept counts {','.join(map(str, forced))} by decree, not by the drafts",)
+    return EngineInfo(
+        model=source.name,
+        dtype=str(weights.dtype).removeprefix("torch."),
+        device=device,
+        context_limit=plan.context,
+        vocab_size=source.config.vocab_size,
+        parameters=parameter_count(specs),
+        weight_bytes=memory_bytes(specs, weights.dtype.itemsize),
+        drafter=drafter.name if drafter else "off",
+        block=drafter.block if drafter else 0,
+        torch=torch.__version__,
+        state_bytes=plan.state,
+        free_bytes=plan.free if device != "cpu" else 0,
+        marks=marks,
+        forced=forced,
+    )

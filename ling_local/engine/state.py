@@ -45,14 +45,14 @@ class Snapshot(NamedTuple):
 class SequenceState:
     """State of the one sequence on one rank.
 
-    recurrent [kda layers, H, head, head] fp32 as [key, value]; conv [kda layers, 3, 3P]; latent [mla layers, C, L+r];
+    recurrent [kda layers, H, head, head] fp32 as [value, key]; conv [kda layers, 3, 3P]; latent [mla layers, C, L+r];
     rope [C, r] fp32; length, anchor, remaining, step [] int64; done [] bool; stop_ids [MAX_STOP_IDS];
     ring [RING_SLOTS, RING_HEADER + 2 * ROW_TILE] int64; sampling. extent: host bound of the positions in use, a
     multiple of the attention's split; how large it is changes time, never bits.
 
     A drafter adds its own: draft_context [layers, 2, C, Hkv, head] and draft_rope [C, dim] (DSpark), mtp_latent
-    [C, L+r], mtp_rows [ROW_TILE, D] and mtp_hidden [1, D] (NEXTN). drafts and confidence [ROW_TILE - 1] are the
-    proposal that the next window verifies.
+    [C, L+r], mtp_rows [ROW_TILE, D] and mtp_hidden [1, D] (NEXTN), truth [C] int64 (forced accepts). drafts and
+    confidence [ROW_TILE - 1] are the proposal that the next window verifies.
     """
 
     draft_context: Tensor | None = None
@@ -60,6 +60,7 @@ class SequenceState:
     mtp_latent: Tensor | None = None
     mtp_rows: Tensor | None = None
     mtp_hidden: Tensor | None = None
+    truth: Tensor | None = None
 
     def __init__(self, config: ModelConfig, context: int, dtype: torch.dtype, device: str, vocab: int) -> None:
         heads, head = config.num_heads, config.head_dim

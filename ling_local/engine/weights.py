@@ -16,6 +16,7 @@ from ling_local.engine.checkpoint import Entry, check_files
 from ling_local.engine.config import ModelConfig
 from ling_local.engine.layout import BF16, F32, TensorSpec, field_specs, memory_bytes, model_layout
 from ling_local.engine.protocol import Progress, ProgressFn
+from ling_local.engine.staging import Piece, read_spans, spans_of
 from ling_local.errors import OutOfMemory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -64,7 +65,7 @@ def load_weights(
 ) -> Weights:
     """Check the files of `folder` and read them. Raises ModelError or OutOfMemory before a byte is mapped.
 
-    Peak memory is the weights plus one tensor.
+    Peak memory is the weights plus one tensor, on a GPU plus a few pinned buffers on the host.
     """
     specs = model_layout(config)
     entries = check_files(folder, specs)
@@ -75,7 +76,7 @@ def load_weights(
     return assemble(config, fields)
 
 
-def check_memory(folder: Path, needed: int, dtype: torch.dtype) -> None:
+def check_memory(folder: Path | str, needed: int, dtype: torch.dtype) -> None:
     """OutOfMemory with both numbers if the weights cannot fit into free host memory."""
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -97,27 +98,61 @@ def fill_fields(
     device: str,
     progress: ProgressFn | None = None,
 ) -> dict[str, Tensor]:
-    """Fused tensors by name, each part read from its file, converted and put in its place."""
+    """Fused tensors by name, each part read from its file, converted and put in its place. On the device "meta"
+    nothing is read."""
     present = [spec for spec in specs if spec.name in entries]
-    fields = {
-        field.name: torch.empty(field.shape, dtype=torch.float32 if field.fp32 else dtype, device=device)
-        for field in field_specs(present)
-    }
+    fields = empty_fields(present, dtype, device)
+    if device == "meta":
+        return fields
     total, done = sum(entries[spec.name].num_bytes for spec in present), 0
-    for spec, part in _read(present, entries):
-        target = fields[spec.field] if spec.expert is None else fields[spec.field][spec.expert]
-        rows = spec.shape[0]
-        target[spec.row : spec.row + rows].copy_(part.reshape(rows, *target.shape[1:]))
-        done += entries[spec.name].num_bytes
+    for spec, first, part in _read(present, entries, device):
+        _place(fields, spec, first, part)
+        done += part.nbytes
         if progress:
             progress(Progress("loading weights", done, total))
     return fields
 
 
-def _read(specs: list[TensorSpec], entries: dict[str, Entry]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Tensors in the order of their bytes, so that a disk reads ahead."""
-    for spec in sorted(specs, key=lambda s: (entries[s.name].file, entries[s.name].offset)):
-        yield spec, read_tensor(entries[spec.name])
+def empty_fields(specs: list[TensorSpec], dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """The fused tensors that the table fills, by name, not yet filled."""
+    return {
+        field.name: torch.empty(field.shape, dtype=torch.float32 if field.fp32 else dtype, device=device)
+        for field in field_specs(specs)
+    }
+
+
+def blank_weights(config: ModelConfig, dtype: torch.dtype) -> Weights:
+    """A model's weights on the meta device: shapes and sizes, no memory."""
+    return assemble(config, empty_fields(model_layout(config), dtype, "meta"))
+
+
+def _place(fields: dict[str, Tensor], spec: TensorSpec, first: int, part: Tensor) -> None:
+    """Put rows `first`.. of a tensor of the table where they belong; on a GPU the copy is only queued."""
+    target = fields[spec.field] if spec.expert is None else fields[spec.field][spec.expert]
+    if part.dtype != target.dtype:
+        part = part.to(target.device, non_blocking=True)  # so that it is widened there
+    start = spec.row + first
+    target[start : start + part.shape[0]].copy_(part.reshape(part.shape[0], *target.shape[1:]), non_blocking=True)
+
+
+def _read(specs: list[TensorSpec], entries: dict[str, Entry], device: str) -> Iterator[tuple[TensorSpec, int, Tensor]]:
+    """Rows of tensors in the order of their bytes, so that a disk reads ahead: which, from which row on, values."""
+    if device == "cpu":
+        for spec in sorted(specs, key=lambda s: (entries[s.name].file, entries[s.name].offset)):
+            yield spec, 0, read_tensor(entries[spec.name]).view(spec.shape)
+        return
+    for span, data in read_spans(spans_of(specs, entries), device):
+        for piece in span.pieces:
+            yield piece.spec, piece.first, piece_values(piece, data, entries[piece.spec.name].dtype)
+
+
+def piece_values(piece: Piece, data: Tensor, kind: str) -> Tensor:
+    """The piece's rows as a tensor of the type that the file has: a view of the span's bytes where they lie even."""
+    part = data[piece.at : piece.at + piece.num_bytes]
+    dtype = FILE_DTYPES[kind]
+    if piece.at % dtype.itemsize:
+        part = part.clone()
+    return part.view(dtype).view(piece.rows, *piece.spec.shape[1:])
 
 
 def read_tensor(entry: Entry) -> Tensor:

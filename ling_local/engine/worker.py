@@ -112,6 +112,8 @@ def load_engine(spec: EngineSpec, progress: ProgressFn | None) -> Engine:
         context=spec.context,
         threads=spec.threads,
         progress=progress,
+        dummy=spec.dummy,
+        accept=spec.accept,
     )
 
 

@@ -26,6 +26,8 @@ ROOMS = {
     "engine.layout": 3,
     "engine.checkpoint": 4,
     "engine.script": 4,
+    "engine.shapes": 4,
+    "engine.staging": 4.5,
     "engine.weights": 5,
     "engine.state": 5,
     "engine.model": 6,
@@ -34,13 +36,18 @@ ROOMS = {
     "engine.drafter": 7,
     "engine.dspark": 7.5,
     "engine.nextn": 7.5,
+    "engine.forced": 7.5,
     "engine.drafts": 7.8,
     "engine.step": 7.8,
     "engine.capture": 7.85,
     "engine.gpu": 7.85,
+    "engine.memory": 7.85,
     "engine.dummy": 7.85,
+    "engine.source": 7.87,
     "engine.generation": 7.9,
     "engine.native": 8,
+    "engine.timing": 1,
+    "engine.breakdown": 9,
     "engine.scripted": 8,
     "train": 9,
     "engine": 10,
@@ -60,7 +67,8 @@ ROOMS = {
 }
 TORCH_BEHIND = {"engine.weights", "engine.state", "engine.model", "engine.step", "engine.native", "train"}
 TORCH_BEHIND |= {"engine.drafter", "engine.drafts", "engine.dspark", "engine.nextn", "engine.generation"}
-TORCH_BEHIND |= {"engine.capture", "engine.gpu", "engine.dummy"}
+TORCH_BEHIND |= {"engine.capture", "engine.gpu", "engine.dummy", "engine.memory", "engine.forced", "engine.source"}
+TORCH_BEHIND |= {"engine.staging", "engine.breakdown", "engine.timing"}
 MAX_LINES, MAX_FUNCTION = 400, 80
 
 

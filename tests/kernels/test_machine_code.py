@@ -53,3 +53,15 @@ def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: P
             )
             assert early == LOADS, f"{name}_{tokens} on {arch}: {early} loads before the wait"
             assert together >= TOGETHER, f"{name}_{tokens} on {arch}: {together} loads before the first product"
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path) -> None:
+    """State, taps and bias before the wait; then every row of the window before anything is made of one."""
+    code = disassembled(compile_unit("kda", arch)[0], tmp_path)["kda_verify_sums"]
+    wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+    first = next(i for i, line in enumerate(code) if i > wait and "MUFU" in line)
+    early, rows = (sum("LDG" in line for line in part) for part in (code[:wait], code[wait:first]))
+    assert sum(bool(WIDE.search(line)) for line in code[:wait]) == 7
+    assert early == 7 + 3 + 3 + 1 + 1 + 1  # the history's, one value's taps, rate and norm
+    assert rows == 16 + 2 + 4 + 2  # q or k, decay, v, gate and beta

@@ -55,10 +55,10 @@ def kda_plainly(proj: Tensor, conv: Tensor, state: Tensor, p: KdaParams) -> tupl
             q = q / (q.square().sum() + 1e-6).sqrt() / HEAD**0.5
             k = k / (k.square().sum() + 1e-6).sqrt()
             g = -5.0 * torch.sigmoid(p.a_log[h].double().exp() * (f[h] + p.dt_bias.double().view(HEADS, HEAD)[h]))
-            decayed = g.exp()[:, None] * state[h]
-            u = torch.sigmoid(b[h]) * (v - decayed.t() @ k)
-            state[h] = decayed + torch.outer(k, u)
-            o = state[h].t() @ q
+            decayed = state[h] * g.exp()  # [value, key]
+            u = torch.sigmoid(b[h]) * (v - decayed @ k)
+            state[h] = decayed + torch.outer(u, k)
+            o = state[h] @ q
             o = o / (o.square().mean() + p.eps).sqrt() * p.o_norm.double()
             row.append(o * torch.sigmoid(z[h]))
         outputs.append(torch.cat(row))

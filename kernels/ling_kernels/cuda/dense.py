@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.driver import Argument, Device
+from ling_kernels.cuda.prefill import prefill_experts, prefill_mlp
 from ling_kernels.cuda.tiles import TALL, TOGETHER, Deal, deal, sums_bytes, tiles_per_block, warps_for, warps_for_down
 from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, MoeParams, Routing
 from ling_kernels.reference import dense as reference
@@ -84,7 +85,8 @@ class DenseOps(AheadOps):
         self.device.launch("exchange_norm", x.shape[0] if rows is None else rows, _threads(width), args)
         return total, h
 
-    def linear(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
+    def linear(self, h: Tensor, weight: Tensor, rows: int | None = None, out: Tensor | None = None) -> Tensor:
+        """out: where to, [R, n], for a window."""
         gated, self.gated = self.gated, None
         lacks_norm = gated is not None and gated.o is h
         if rows is None:
@@ -92,7 +94,7 @@ class DenseOps(AheadOps):
                 raise KernelError("a projection of KDA's window output was asked for without its rows")
             return reference.linear(h, weight)
         n, width = weight.shape
-        out = h.new_empty(h.shape[0], n)
+        out = h.new_empty(h.shape[0], n) if out is None else out
         name = "linear_normed" if lacks_norm else "linear"
         norm = [gated.sums, gated.sums.shape[2], float(gated.eps)] if lacks_norm else []
         if lacks_norm and (width % 128 or width // 128 > MAX_HEADS):
@@ -102,7 +104,7 @@ class DenseOps(AheadOps):
 
     def mlp(self, h: Tensor, params: MlpParams, rows: int | None = None) -> Tensor:
         if rows is None:
-            return reference.mlp(h, params)
+            return prefill_mlp(self.device, h, params)
         inner, width = params.down.shape[1], params.gate_up.shape[1]
         mid = h.new_empty(h.shape[0], inner)
         args = [h, params.gate_up, mid, float(params.limit), rows, inner, width]
@@ -151,9 +153,7 @@ class DenseOps(AheadOps):
 
     def experts(self, h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
         if rows is None:
-            from ling_kernels.cuda.prefill import prefill_experts
-
-            return prefill_experts(h, routing, params)
+            return prefill_experts(self.device, h, routing, params)
         plan = routing.plan if routing.plan is not None else self._plan(routing, rows)
         width, inner, shared = h.shape[1], params.down.shape[2], params.shared.down.shape[1]
         for size in (width, inner, shared):

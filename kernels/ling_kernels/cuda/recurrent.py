@@ -11,18 +11,18 @@ from ling_kernels.cuda.driver import Device
 from ling_kernels.ops import ROW_TILE, KdaParams, KdaStaged, KernelError
 
 HEAD, SLICES, THREADS, RECORD = 128, 8, 256, 516  # as in kda.cuh
+COMMIT_PARTS = 4  # blocks that share a head in a commit
+TILE, TILE_THREADS, WALKERS = 16, 512, 128  # as in kda_prefill.cuh
+SCAN_BYTES = 3 * 16 * (3 * HEAD + 16 + 4) * 4
 # Rows whose inputs a prefill keeps at a time: 2,064 bytes for each row and head.
 PREFILL_ROWS = 2048
-CLUSTERS_FROM = 90
 
 
 class RecurrentOps(AheadOps):
-    """Contracts in `ling_kernels.ops.Ops`. clusters: norm inside the kernel, by blocks that exchange their sums of
-    squares, instead of leaving it to the projection that follows (`Gated`); sm_90 and later."""
+    """Contracts in `ling_kernels.ops.Ops`. A head's norm is left to the projection that follows (`Gated`)."""
 
     device: Device
     gated: Gated | None
-    clusters = False
 
     def kda_verify(
         self, proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: int
@@ -34,11 +34,10 @@ class RecurrentOps(AheadOps):
         out = proj.new_empty(proj.shape[0], heads * HEAD)
         sums = torch.empty(ROW_TILE, heads, SLICES, dtype=torch.float32, device=proj.device)
         inputs = [proj, conv, state, params.conv, params.a_log, params.dt_bias, params.o_norm]
-        numbers = [heads, rows, float(params.lower_bound), float(params.eps)]
-        name = "kda_verify_normed" if self.clusters else "kda_verify_sums"
-        self.device.launch(name, heads * SLICES, THREADS, [out, sums, *staged, *inputs, *numbers])
-        self.gated = None if self.clusters else Gated(out, sums, params.eps)
-        return out, staged
+        args = [out, sums, *staged, *inputs, heads, rows, float(params.lower_bound), self.hint()]
+        self.device.launch(_named("kda_verify_sums", proj), heads * SLICES, THREADS, args)
+        self.gated = Gated(out, sums, params.eps)
+        return out, KdaStaged(staged.states, staged.inputs[:rows])
 
     def _staging(self, state: Tensor, heads: int) -> KdaStaged:
         """Where a layer stages its window: its part of one buffer for all layers of the state that it is a part of, so
@@ -65,33 +64,38 @@ class RecurrentOps(AheadOps):
         first, last = staged[0].states, staged[-1].states
         if len(staged) != layers or last.storage_offset() - first.storage_offset() != (layers - 1) * first.numel():
             raise KernelError(f"commit needs the staged windows of all {layers} layers, in order")
-        args = [first, staged[0].inputs, conv, state, count, heads]
-        self.device.launch("kda_commit_layers", (SLICES, heads, layers), THREADS, args)
+        raw = staged[0].inputs  # as many rows as the window had
+        args = [first, raw, conv, state, count, heads, raw.shape[0]]
+        self.device.launch("kda_commit_layers", (COMMIT_PARTS, heads, layers), THREADS, args)
 
     def kda_prefill(self, proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams) -> Tensor:
         heads = _check(proj, params)
-        inner = heads * HEAD
-        out = proj.new_empty(proj.shape[0], inner)
-        history = conv
+        out = proj.new_empty(proj.shape[0], heads * HEAD)
         for start in range(0, proj.shape[0], PREFILL_ROWS):
-            part = proj[start : start + PREFILL_ROWS]
-            self._prefill(part, history, state, params, out[start : start + PREFILL_ROWS])
-            history = torch.cat([history, part[-3:, : 3 * inner]])[-3:].contiguous()
-        conv.copy_(history)
+            part = slice(start, start + PREFILL_ROWS)
+            self._prefill(proj[part], conv, state, params, out[part])
         return out
 
     def _prefill(self, proj: Tensor, history: Tensor, state: Tensor, params: KdaParams, out: Tensor) -> None:
-        """The recurrence itself, row by row: some 0.1 us a row with every head and slice at work, so 8,192 tokens cost
-        about a millisecond a layer, less than the projections around it. It needs no division by a decay and leaves the
-        very bits that decoding would."""
+        """The recurrence itself, row by row, with every head and slice at work. It needs no division by a decay and
+        leaves the very bits that decoding would."""
         rows, heads = proj.shape[0], params.num_heads
         records = torch.empty(rows, heads, RECORD, dtype=torch.float32, device=proj.device)
         o = torch.empty(rows, heads * HEAD, dtype=torch.float32, device=proj.device)
-        inputs = [proj, history, params.conv, params.a_log, params.dt_bias, heads, float(params.lower_bound)]
-        self.device.launch("kda_prefill_inputs", (rows, heads), 96, [records, *inputs])
-        self.device.launch("kda_prefill_scan", (SLICES, heads), THREADS, [o, state, records, heads, rows])
+        inputs = [proj, history, params.conv, params.a_log, params.dt_bias, heads, rows, float(params.lower_bound)]
+        name = _named("kda_prefill_inputs", proj)
+        self.device.launch(name, (-(-rows // TILE), heads), TILE_THREADS, [records, *inputs])
+        # more than half of a multiprocessor's shared memory: two scans on one would take turns while others idle
+        alone = max(SCAN_BYTES, self.device.properties.shared_bytes // 2 + 1024)
+        args = [o, state, history, records, proj, heads, rows]
+        self.device.launch("kda_prefill_scan", (SLICES, heads), WALKERS, args, alone)
         args = [out, o, proj, params.o_norm, heads, rows, float(params.eps)]
         self.device.launch("kda_prefill_gate", -(-rows * heads // 16), THREADS, args)
+
+
+def _named(name: str, proj: Tensor) -> str:
+    """Kernels come for projections whose rows are 8-byte aligned, and for others."""
+    return name if proj.shape[1] % 4 == 0 else f"{name}_uneven"
 
 
 def _check(proj: Tensor, params: KdaParams) -> int:

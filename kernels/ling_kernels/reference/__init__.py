@@ -23,6 +23,7 @@ class ReferenceOps:
     verdict = staticmethod(sample.verdict)
     advance = staticmethod(sample.advance)
     pick = staticmethod(sample.pick)
+    draft_embed = staticmethod(draft.embed)
     draft_context = staticmethod(draft.context)
     draft_block = staticmethod(draft.block)
     markov_pick = staticmethod(draft.pick)

@@ -34,6 +34,11 @@ def _keys_values(
     return _turned(rms_norm(keys, layer.k_norm, params.eps), angles, params), values
 
 
+def embed(anchor: Tensor, length: Tensor, table: Tensor, mask: int, num: int) -> tuple[Tensor, Tensor]:
+    places = torch.arange(num, device=anchor.device)
+    return table.index_select(0, torch.where(places == 0, anchor, mask)), length + places
+
+
 def context(taps: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, positions: Tensor, rows: int) -> None:
     live = rows if taps.shape[0] == ROW_TILE else None  # a window piece by piece, a prefill chunk whole
     ctx = rms_norm(linear(taps, params.fc, live), params.hidden_norm, params.eps)

@@ -67,11 +67,12 @@ def verify(proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: i
     states[0] = state
     o = torch.zeros(x.v.shape, dtype=torch.float32, device=state.device)
     for t in range(rows):
-        decayed = states[t] * decay[t].view(heads, head, 1)
-        read = torch.bmm(x.k[t].view(heads, 1, head), decayed)
-        u = x.beta[t].view(heads, 1, 1) * (x.v[t].view(heads, 1, -1) - read)
-        torch.baddbmm(decayed, x.k[t].view(heads, head, 1), u, out=states[t + 1])
-        o[t] = torch.bmm(x.q[t].view(heads, 1, head), states[t + 1])[:, 0]
+        k = x.k[t].view(heads, 1, head)
+        decayed = states[t] * decay[t].view(heads, 1, head)
+        read = torch.bmm(decayed, k.mT)
+        u = x.beta[t].view(heads, 1, 1) * (x.v[t].view(heads, head, 1) - read)
+        torch.baddbmm(decayed, u, k, out=states[t + 1])
+        o[t] = torch.bmm(states[t + 1], x.q[t].view(heads, head, 1))[..., 0]
     return _gated(o, x.z, params, proj.dtype), KdaStaged(states, raw)
 
 
@@ -86,17 +87,18 @@ def prefill(proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams) -> Ten
     raw = torch.cat([conv, proj[:, : conv.shape[1]]])
     x = _prepare(proj, raw, params)
     o = torch.empty_like(x.v)
-    carried = state.clone()
+    carried = state.mT.contiguous()
     for start in range(0, proj.shape[0], TILE):
         tile = slice(start, start + TILE)
         o[tile], carried = _tile(carried, x.q[tile], x.k[tile], x.v[tile], x.g[tile], x.beta[tile])
-    state.copy_(carried)
+    state.copy_(carried.mT)
     conv.copy_(raw[-3:])
     return _gated(o, x.z, params, proj.dtype)
 
 
 def _tile(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """One tile of the chunked form. q, k, v, g [C, H, head], beta [C, H]; -> o [C, H, head], the state after it."""
+    """One tile of the chunked form. q, k, v, g [C, H, head], beta [C, H], state [H, key, value]; -> o [C, H, head], the
+    state after it."""
     q, k, v, g = (x.transpose(0, 1) for x in (q, k, v, g))  # [H, C, head]
     beta = beta.t().unsqueeze(-1)
     total = g.cumsum(1)

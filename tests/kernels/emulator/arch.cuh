@@ -22,7 +22,6 @@ typedef u16 bf16;
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __restrict__
-#define CLUSTER(n)
 
 struct uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
@@ -62,6 +61,7 @@ extern u64 asked;  // bytes that a kernel asked for ahead
 void meet(u32 mask);  // all lanes of the warp
 void barrier();       // all threads of the block
 void wait_for_producer();
+void check_known(const void* from, u32 bytes);  // within one of the arguments
 void fail(const char* why);
 
 // Bring a value; then those of all lanes of this meeting may be read, until the next meeting but one.
@@ -212,10 +212,21 @@ inline uint4 load_activations(const void* from) { return load_weights(from, true
 inline uint4 load16(const void* from, bool live = true) { return load_weights(from, live); }
 inline float load_settled(const float* from) { return *from; }
 inline i64 load_settled(const i64* from) { return *from; }
+inline bf16 load_settled(const bf16* from) { return *from; }
+inline uint2 load_settled(const uint2* from) {
+  if (uintptr_t(from) & 7) emulator::fail("an 8-byte load is not aligned");
+  return *from;
+}
+inline float4 load_settled(const float4* from) {
+  if (uintptr_t(from) & 15) emulator::fail("a 16-byte load is not aligned");
+  return *from;
+}
+inline uint2 load_activations4(const bf16* from) { return load_settled(reinterpret_cast<const uint2*>(from)); }
+inline bf16 load_activation(const bf16* from) { return *from; }
+// A hint may come at any time, but within an argument's memory.
 inline void prefetch_l2(const void* from, u32 bytes) {
   if ((uintptr_t(from) | bytes) & 15) emulator::fail("a prefetch is not aligned");
-  volatile u8 last = static_cast<const u8*>(from)[bytes - 1];  // out of bounds is a fault here
-  (void)last;
+  emulator::check_known(from, bytes);
 }
 constexpr int AHEAD = 8;
 constexpr u32 AHEAD_PIECE = 64;  // small, so that small tensors have several
@@ -229,7 +240,8 @@ inline void ask_ahead(const Ahead& ahead, u32 block, u32 blocks) {
     const u32 bytes = ahead.bytes[range], pieces = (bytes + AHEAD_PIECE - 1) / AHEAD_PIECE;
     for (; piece < pieces; piece += WARP * blocks) {
       const u32 from = piece * AHEAD_PIECE, left = bytes - from, size = left < AHEAD_PIECE ? left : AHEAD_PIECE;
-      prefetch_l2(ahead.at[range] + from, size);
+      volatile u8 last = ahead.at[range][from + size - 1];  // no argument: out of bounds is a fault here
+      (void)last;
       emulator::asked += size;
     }
     piece -= pieces;
@@ -302,9 +314,3 @@ inline void load_matrices_transposed(u32 (&v)[4], const void* row) {
     v[i] = pair;
   }
 }
-
-// As before sm_90: no clusters.
-inline u32 cluster_rank() { return 0; }
-inline void cluster_arrive() {}
-inline void cluster_wait() {}
-inline void store_to_peer(float*, u32, float) {}

@@ -70,6 +70,14 @@ static void protect(bool open) {
   }
 }
 
+void check_known(const void* from, u32 bytes) {
+  for (int r = 0; r < num_regions; ++r) {
+    const u8* at = static_cast<const u8*>(from);
+    if (at >= regions[r].base && at + bytes <= regions[r].base + regions[r].bytes) return;
+  }
+  fail("memory outside the arguments is asked for");
+}
+
 static void pause() {
   if (_setjmp(fibers[current].at) == 0) _longjmp(home, 1);
 }

@@ -80,6 +80,18 @@ __device__ __forceinline__ uint4 load_activations(const void* from) {
   return v;
 }
 
+// The same for four bf16, 8-byte aligned, and for one.
+__device__ __forceinline__ uint2 load_activations4(const bf16* from) {
+  uint2 v;
+  asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ bf16 load_activation(const bf16* from) {
+  bf16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(from));
+  return v;
+}
+
 // 16 bytes that an earlier kernel wrote: through L1, only after the wait. Zeros where `live` is false.
 __device__ __forceinline__ uint4 load16(const void* from, bool live = true) {
   uint4 v = make_uint4(0, 0, 0, 0);
@@ -181,7 +193,8 @@ __device__ __forceinline__ u32 ordered(float x) {
 }
 
 // Words that are no weights but settled: written several kernels ago and by none that may still run. They may be read
-// before the wait, from L2, because L1 may hold them as they were a step ago.
+// before the wait, from L2, because L1 may hold them as they were a step ago. Also for small weights that a block reads
+// once: they stay before the wait.
 __device__ __forceinline__ float load_settled(const float* from) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from));
@@ -190,6 +203,21 @@ __device__ __forceinline__ float load_settled(const float* from) {
 __device__ __forceinline__ i64 load_settled(const i64* from) {
   i64 v;
   asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ bf16 load_settled(const bf16* from) {
+  bf16 v;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ uint2 load_settled(const uint2* from) {
+  uint2 v;
+  asm volatile("ld.global.cg.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ float4 load_settled(const float4* from) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
   return v;
 }
 
@@ -221,42 +249,4 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&v)[4], const void
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "r"(shared_address(row))
                : "memory");
-}
-
-// ---- clusters: blocks of one kernel that see each other's shared memory (sm_90 and later) ------------------------
-// A kernel marked CLUSTER(n) runs in groups of n consecutive blocks. Before sm_90 the host launches other kernels.
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-#define CLUSTER(n)
-#else
-#define CLUSTER(n) __cluster_dims__(n, 1, 1)
-#endif
-
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 rank = 0;
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-
-// The two halves of a barrier over all threads of the cluster; writes before the first are seen after the second.
-__device__ __forceinline__ void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// Write to the place that `here`, in this block's shared memory, has in block `peer` of the cluster.
-__device__ __forceinline__ void store_to_peer(float* here, u32 peer, float value) {
-#if __CUDA_ARCH__ >= 900
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(peer));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(value) : "memory");
-#endif
 }

@@ -1,22 +1,30 @@
 // KDA: the recurrence and what surrounds it (ling3-model.md 4.1, dspark.md 9). One order of operations for verify,
-// commit and prefill: every product and sum of the update is an explicit intrinsic, so the compiler cannot fuse it
-// differently in one of them. A block owns 16 value columns of one head at a time; 16 lanes share a column and hold
-// 8 of its 128 keys each, so a row costs two reductions of four shuffles and no barrier.
+// commit and prefill: every product and sum is an explicit intrinsic, so the compiler cannot fuse it differently in one
+// of them.
+//
+// A state is [value column][key], so a lane reads and writes 16 bytes of its own keys, whole sectors at a time. A block
+// owns KDA_SLICE columns of one head, or a multiple; 8 lanes share a column and hold 16 of its 128 keys each: a row costs
+// one chain of a product, 4 fused ones, 3 shuffles and the update, and no barrier. The output's dot product is reduced
+// beside the next row's.
 #pragma once
 #include "arch.cuh"
 
 constexpr int KDA_HEAD = 128;  // keys of a head, and values
-constexpr int KDA_SLICE = 16;  // value columns that a block works on at a time
+constexpr int KDA_SLICE = 16;  // value columns that share a sum of squares
 constexpr int KDA_SLICES = KDA_HEAD / KDA_SLICE;
-constexpr int KDA_LANES = 16;  // lanes that share a column
+constexpr int KDA_LANES = 8;  // lanes that share a column
 constexpr int KDA_KEYS = KDA_HEAD / KDA_LANES;
-constexpr int KDA_THREADS = KDA_SLICE * KDA_LANES;
-constexpr int KDA_SCAN_ROWS = 8;  // rows that the prefill scan loads at a time
+constexpr int KDA_COLUMNS = WARP / KDA_LANES;  // of a warp
+constexpr int KDA_WALKERS = KDA_SLICE * KDA_LANES;  // threads that walk a slice through the rows
+constexpr int KDA_THREADS = 256, KDA_WARPS = KDA_THREADS / WARP;
 
 // Inputs of the recurrence for one row and head, as floats: q, k, decay, v, then beta.
 constexpr int KDA_Q = 0, KDA_K = 128, KDA_DECAY = 256, KDA_V = 384, KDA_BETA = 512, KDA_RECORD = 516;
 
-// What a row's inputs are made of. proj: rows of 5P+H; history [3, 3P]: raw rows before the first.
+// ---- inputs of the recurrence -----------------------------------------------------------------------------------
+
+// What a row's inputs are made of. proj: rows of 5P+H, a few thousand at most (indices have 32 bits); history [3, 3P]:
+// raw rows before the first.
 struct KdaSource {
   const bf16* proj;
   const bf16* history;
@@ -24,339 +32,197 @@ struct KdaSource {
   float lower_bound;
 
   __device__ int inner() const { return heads * KDA_HEAD; }
-  __device__ float projected(int row, int column) const {
-    return to_float(proj[i64(row) * (5 * inner() + heads) + column]);
-  }
-  __device__ float raw(int row, int column) const {
-    return row < 0 ? to_float(history[(row + 3) * 3 * inner() + column]) : projected(row, column);
-  }
+  __device__ int width() const { return 5 * inner() + heads; }
+  __device__ const bf16* projected(int row) const { return proj + row * width(); }
+  __device__ const bf16* raw(int row) const { return row < 0 ? history + (row + 3) * 3 * inner() : projected(row); }
 };
 
-__device__ __forceinline__ float kda_conv(const KdaSource& source, int row, int column, uint2 taps) {
-  float x = source.raw(row - 3, column) * low_float(taps.x);
-  x = fmaf(source.raw(row - 2, column), high_float(taps.x), x);
-  x = fmaf(source.raw(row - 1, column), low_float(taps.y), x);
-  x = fmaf(source.raw(row, column), high_float(taps.y), x);
-  return silu(x);
+// Four channels of a projection. EVEN: its rows are 8-byte aligned, which takes a multiple of four heads.
+template <bool EVEN>
+__device__ __forceinline__ uint2 kda_four(const bf16* from) {
+  if (EVEN) return load_activations4(from);
+  const u32 a = load_activation(from), b = load_activation(from + 1), c = load_activation(from + 2);
+  return make_uint2(a | b << 16, c | u32(load_activation(from + 3)) << 16);
 }
 
-// One warp makes a third of one row's inputs: part 0 q, 1 k, 2 the rest. taps [3][128] and dt_bias [128] are this
-// head's; v receives columns first .. first + count.
-__device__ __forceinline__ void kda_prepare(const KdaSource& source, int head, int row, int part, const uint2* taps,
-                                            const float* dt_bias, float rate, int first, int count, float* qk,
-                                            float* decay, float* v, float* beta) {
-  const int lane = threadIdx.x % WARP, inner = source.inner(), start = head * KDA_HEAD;
-  if (part < 2) {
-    float x[4], sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int c = lane + WARP * i;
-      x[i] = kda_conv(source, row, part * inner + start + c, taps[part * KDA_HEAD + c]);
-      sum = fmaf(x[i], x[i], sum);
-    }
-    const float norm = sqrtf(warp_sum(sum) + 1e-6f);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float unit = x[i] / norm;
-      qk[lane + WARP * i] = part == 0 ? unit * 0.088388347648318447f : unit;  // 128^-1/2
-    }
-    return;
-  }
-  for (int c = lane; c < count; c += WARP) {
-    v[c] = kda_conv(source, row, 2 * inner + start + first + c, taps[2 * KDA_HEAD + first + c]);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int c = lane + WARP * i;
-    const float f = source.projected(row, 3 * inner + start + c);
-    decay[c] = expf(source.lower_bound * sigmoid(rate * (f + dt_bias[c])));
-  }
-  if (lane == 0) *beta = sigmoid(source.projected(row, 5 * inner + head));
+// Taps of the lane's four channels.
+struct KdaTaps {
+  float4 low, high;
+};
+__device__ __forceinline__ KdaTaps kda_taps(const bf16* conv, int channel) {
+  const float4* from = reinterpret_cast<const float4*>(conv + i64(channel) * 4);
+  return {load_settled(from), load_settled(from + 1)};
 }
 
-// Sum over the 16 lanes that share a column; every lane gets the same bits.
-__device__ __forceinline__ float kda_sum(float x) {
-#pragma unroll
-  for (int step = KDA_LANES / 2; step > 0; step >>= 1) x = __fadd_rn(x, __shfl_xor_sync(ALL, x, step));
-  return x;
+// One channel: the convolution over four raw rows, then SiLU.
+__device__ __forceinline__ float kda_mixed(float a, float b, float c, float d, u32 low, u32 high) {
+  float x = __fmul_rn(a, low_float(low));
+  x = __fmaf_rn(b, high_float(low), x);
+  x = __fmaf_rn(c, low_float(high), x);
+  x = __fmaf_rn(d, high_float(high), x);
+  return __fdividef(x, __fadd_rn(1.0f, __expf(-x)));
 }
 
-__device__ __forceinline__ float kda_dot(const float (&state)[KDA_KEYS], const float* keys) {
-  float even = 0.0f, odd = 0.0f;
-#pragma unroll
-  for (int i = 0; i < KDA_KEYS; i += 2) {
-    even = __fmaf_rn(keys[i], state[i], even);
-    odd = __fmaf_rn(keys[i + 1], state[i + 1], odd);
-  }
-  return kda_sum(__fadd_rn(even, odd));
+// Four channels of one row; raw: rows -3 .. 0.
+__device__ __forceinline__ float4 kda_mixed(uint2 a, uint2 b, uint2 c, uint2 d, const KdaTaps& taps) {
+  auto bits = [](float x) { return __float_as_uint(x); };
+  const float4 low = taps.low, high = taps.high;
+  return {kda_mixed(low_float(a.x), low_float(b.x), low_float(c.x), low_float(d.x), bits(low.x), bits(low.y)),
+          kda_mixed(high_float(a.x), high_float(b.x), high_float(c.x), high_float(d.x), bits(low.z), bits(low.w)),
+          kda_mixed(low_float(a.y), low_float(b.y), low_float(c.y), low_float(d.y), bits(high.x), bits(high.y)),
+          kda_mixed(high_float(a.y), high_float(b.y), high_float(c.y), high_float(d.y), bits(high.z), bits(high.w))};
 }
 
-// Decay, read, correct, write: this lane's keys of one value column. k, decay: this lane's 8, 16-byte aligned.
-__device__ __forceinline__ void kda_update(float (&state)[KDA_KEYS], const float* k, const float* decay, float v,
-                                           float beta) {
-#pragma unroll
-  for (int i = 0; i < KDA_KEYS; i++) state[i] = __fmul_rn(state[i], decay[i]);
-  const float u = __fmul_rn(beta, __fsub_rn(v, kda_dot(state, k)));
-#pragma unroll
-  for (int i = 0; i < KDA_KEYS; i++) state[i] = __fmaf_rn(k[i], u, state[i]);
+// A head's 128 channels, four a lane, to length `length`.
+__device__ __forceinline__ float4 kda_unit(float4 x, float length) {
+  float sum = __fmul_rn(x.x, x.x);
+  sum = __fmaf_rn(x.y, x.y, sum);
+  sum = __fmaf_rn(x.z, x.z, sum);
+  sum = __fmaf_rn(x.w, x.w, sum);
+  const float scale = __fdiv_rn(length, __fsqrt_rn(__fadd_rn(warp_sum(sum), 1e-6f)));
+  return {__fmul_rn(x.x, scale), __fmul_rn(x.y, scale), __fmul_rn(x.z, scale), __fmul_rn(x.w, scale)};
+}
+constexpr float KDA_Q_LENGTH = 0.088388347648318447f;  // 128^-1/2
+
+__device__ __forceinline__ float kda_open(float x) { return __fdividef(1.0f, __fadd_rn(1.0f, __expf(-x))); }  // sigmoid
+
+__device__ __forceinline__ float kda_decay(float f, float bias, float rate, float lower_bound) {
+  return expf(__fmul_rn(lower_bound, kda_open(__fmul_rn(rate, __fadd_rn(f, bias)))));
+}
+__device__ __forceinline__ float4 kda_decay(uint2 f, float4 bias, float rate, float lower_bound) {
+  return {kda_decay(low_float(f.x), bias.x, rate, lower_bound), kda_decay(high_float(f.x), bias.y, rate, lower_bound),
+          kda_decay(low_float(f.y), bias.z, rate, lower_bound), kda_decay(high_float(f.y), bias.w, rate, lower_bound)};
 }
 
-__device__ __forceinline__ int kda_column() { return threadIdx.x / KDA_LANES; }
-__device__ __forceinline__ int kda_first_key() { return threadIdx.x % KDA_LANES * KDA_KEYS; }
+// ---- the recurrence ---------------------------------------------------------------------------------------------
 
-// The 8 keys of this lane, from a row of 128 floats in shared memory.
+// Lane 4 g + c of a warp has keys 32 j + 4 g + (0..3) of the warp's column c: lanes side by side read the same 16 bytes
+// of a row's keys from shared memory, and those of a warp are 128 bytes side by side.
+__device__ __forceinline__ int kda_column() { return threadIdx.x / WARP * KDA_COLUMNS + threadIdx.x % KDA_COLUMNS; }
+__device__ __forceinline__ int kda_first_key() { return threadIdx.x % WARP / KDA_COLUMNS * 4; }
+
+__device__ __forceinline__ void kda_put(float (&to)[KDA_KEYS], int j, float4 x) {
+  to[4 * j] = x.x, to[4 * j + 1] = x.y, to[4 * j + 2] = x.z, to[4 * j + 3] = x.w;
+}
+
+// This lane's keys of a row of 128 floats in shared memory.
 __device__ __forceinline__ void kda_keys(float (&keys)[KDA_KEYS], const float* row) {
   const float4* from = reinterpret_cast<const float4*>(row + kda_first_key());
-  const float4 a = from[0], b = from[1];
-  keys[0] = a.x, keys[1] = a.y, keys[2] = a.z, keys[3] = a.w;
-  keys[4] = b.x, keys[5] = b.y, keys[6] = b.z, keys[7] = b.w;
+#pragma unroll
+  for (int j = 0; j < KDA_KEYS / 4; j++) kda_put(keys, j, from[j * WARP / 4]);
 }
 
-__device__ __forceinline__ float* kda_place(float* state, int head, int slice) {
-  return state + (i64(head) * KDA_HEAD + kda_first_key()) * KDA_HEAD + slice * KDA_SLICE + kda_column();
+// Where this lane's part of a state [H, 128, 128] starts; first: the block's first column.
+__device__ __forceinline__ i64 kda_place(int head, int first) {
+  return (i64(head) * KDA_HEAD + first + kda_column()) * KDA_HEAD + kda_first_key();
 }
 
 __device__ __forceinline__ void kda_load(float (&state)[KDA_KEYS], const float* from) {
 #pragma unroll
-  for (int i = 0; i < KDA_KEYS; i++) state[i] = from[i * KDA_HEAD];
+  for (int j = 0; j < KDA_KEYS / 4; j++) kda_put(state, j, load_settled(reinterpret_cast<const float4*>(from + j * WARP)));
 }
 
 __device__ __forceinline__ void kda_store(float* to, const float (&state)[KDA_KEYS]) {
 #pragma unroll
-  for (int i = 0; i < KDA_KEYS; i++) to[i * KDA_HEAD] = state[i];
+  for (int j = 0; j < KDA_KEYS / 4; j++) {
+    *reinterpret_cast<float4*>(to + j * WARP) = {state[4 * j], state[4 * j + 1], state[4 * j + 2], state[4 * j + 3]};
+  }
 }
 
-// Norm over a head, then the gate. squares: of each slice, 16 apart for each row; the sum goes in slice order.
-__device__ __forceinline__ float kda_scale(const float* squares, int stride, float eps) {
-  float total = 0.0f;
+// Sums over the lanes that share a column; every lane gets the same bits.
+__device__ __forceinline__ void kda_sum(float& x, float& y) {
 #pragma unroll
-  for (int s = 0; s < KDA_SLICES; s++) total += squares[s * stride];
-  return rsqrtf(total / KDA_HEAD + eps);
+  for (int step = WARP / 2; step >= KDA_COLUMNS; step >>= 1) {
+    const float a = __shfl_xor_sync(ALL, x, step), b = __shfl_xor_sync(ALL, y, step);
+    x = __fadd_rn(x, a), y = __fadd_rn(y, b);
+  }
 }
-
-// ---- verify -----------------------------------------------------------------------------------------------------
-
-struct KdaVerifyShared {
-  alignas(16) float q[ROW_TILE][KDA_HEAD];
-  alignas(16) float k[ROW_TILE][KDA_HEAD];
-  alignas(16) float decay[ROW_TILE][KDA_HEAD];
-  float v[ROW_TILE][KDA_SLICE];
-  float o[ROW_TILE][KDA_SLICE];
-  float squares[KDA_SLICES][ROW_TILE];
-  float beta[ROW_TILE];
-  float dt_bias[KDA_HEAD];
-  uint2 taps[3 * KDA_HEAD];
-};
-
-struct KdaVerify {
-  KdaSource source;
-  const float* state;    // [H, 128, 128]
-  const bf16* conv;      // [3P, 4]
-  const float* a_log;    // [H]
-  const float* dt_bias;  // [P]
-  const bf16* o_norm;    // [128]
-  bf16* out;             // [16, P]
-  float* sums;           // [16, H, KDA_SLICES]: of squares, where the norm is left to the projection that follows
-  float* records;        // [16, H, KDA_RECORD]: what commit replays
-  bf16* raw;             // [16, 3P]: rows that commit puts into the conv history
-  int rows;
-  float eps;
-};
-
-// What commit needs; k, decay and beta of a row are written by one of the head's blocks.
-__device__ __forceinline__ void kda_stage(const KdaVerify& job, int head, int slice, const KdaVerifyShared& s) {
-  const int inner = job.source.inner(), heads = job.source.heads;
-  for (int i = threadIdx.x; i < job.rows * KDA_HEAD; i += KDA_THREADS) {
-    const int r = i / KDA_HEAD, c = i % KDA_HEAD;
-    float* record = job.records + (i64(r) * heads + head) * KDA_RECORD;
-    if (r % KDA_SLICES == slice) {
-      record[KDA_K + c] = s.k[r][c];
-      record[KDA_DECAY + c] = s.decay[r][c];
-      if (c == 0) record[KDA_BETA] = s.beta[r];
-    }
-    if (c < KDA_SLICE) {
-      const int column = head * KDA_HEAD + slice * KDA_SLICE + c;
-      record[KDA_V + slice * KDA_SLICE + c] = s.v[r][c];
+__device__ __forceinline__ float kda_sum(float x) {
 #pragma unroll
-      for (int part = 0; part < 3; part++) {
-        job.raw[i64(r) * 3 * inner + part * inner + column] =
-            job.source.proj[i64(r) * (5 * inner + heads) + part * inner + column];
-      }
-    }
-  }
+  for (int step = WARP / 2; step >= KDA_COLUMNS; step >>= 1) x = __fadd_rn(x, __shfl_xor_sync(ALL, x, step));
+  return x;
 }
 
-// Block (head, slice): raw projections to gated output. A head's norm needs the squares of all eight slices: either
-// its blocks are a cluster and exchange them, or they are left for the projection that follows, which scales.
-template <bool CLUSTERED>
-__device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int slice, KdaVerifyShared& s) {
-  const int tid = threadIdx.x, inner = job.source.inner(), row = tid / KDA_LANES, lane = tid % KDA_LANES;
-  float state[KDA_KEYS];
-  const float* place = kda_place(const_cast<float*>(job.state), head, slice);
+// This lane's part of keys · state.
+__device__ __forceinline__ float kda_dot(const float (&state)[KDA_KEYS], const float (&keys)[KDA_KEYS]) {
+  float part[4];
 #pragma unroll
-  for (int i = 0; i < KDA_KEYS; i++) state[i] = load_settled(place + i * KDA_HEAD);  // since the last commit
-  const uint2* taps = reinterpret_cast<const uint2*>(job.conv) + head * KDA_HEAD;
-  for (int i = tid; i < 3 * KDA_HEAD; i += KDA_THREADS) s.taps[i] = taps[i / KDA_HEAD * inner + i % KDA_HEAD];
-  for (int i = tid; i < KDA_HEAD; i += KDA_THREADS) s.dt_bias[i] = job.dt_bias[head * KDA_HEAD + i];
-  const float norm = to_float(job.o_norm[slice * KDA_SLICE + lane]), rate = expf(job.a_log[head]);
-  if (CLUSTERED) cluster_arrive();  // runs: its shared memory may be written to
-  wait_for_producer();
-  let_next_start();
-  const bool live = row < job.rows;
-  const int column = head * KDA_HEAD + slice * KDA_SLICE + lane;
-  const float gate = live ? sigmoid(job.source.projected(row, 4 * inner + column)) : 0.0f;
-  __syncthreads();
-  for (int task = tid / WARP; task < 3 * job.rows; task += KDA_THREADS / WARP) {
-    const int r = task / 3, part = task % 3;
-    kda_prepare(job.source, head, r, part, s.taps, s.dt_bias, rate, slice * KDA_SLICE, KDA_SLICE,
-                part == 0 ? s.q[r] : s.k[r], s.decay[r], s.v[r], &s.beta[r]);
-  }
-  __syncthreads();
-  for (int r = 0; r < job.rows; r++) {
-    float q[KDA_KEYS], k[KDA_KEYS], decay[KDA_KEYS];
-    kda_keys(q, s.q[r]), kda_keys(k, s.k[r]), kda_keys(decay, s.decay[r]);
-    kda_update(state, k, decay, s.v[r][kda_column()], s.beta[r]);
-    const float o = kda_dot(state, q);
-    if (lane == 0) s.o[r][kda_column()] = o;
-  }
-  kda_stage(job, head, slice, s);
-  if (CLUSTERED) cluster_wait();
-  __syncthreads();
-  const float o = live ? s.o[row][lane] : 0.0f;
-  const float square = kda_sum(__fmul_rn(o, o));
-  float scale = 1.0f;
-  if (CLUSTERED) {
-    if (lane < KDA_SLICES) store_to_peer(&s.squares[slice][row], lane, square);
-    cluster_arrive();
-    cluster_wait();
-    scale = kda_scale(&s.squares[0][row], ROW_TILE, job.eps);
-  } else if (lane == 0 && live) {
-    job.sums[(row * job.source.heads + head) * KDA_SLICES + slice] = square;
-  }
-  if (live) job.out[i64(row) * inner + column] = to_bf16(o * scale * norm * gate);
+  for (int i = 0; i < 4; i++) part[i] = __fmul_rn(keys[i], state[i]);
+#pragma unroll
+  for (int i = 4; i < KDA_KEYS; i++) part[i % 4] = __fmaf_rn(keys[i], state[i], part[i % 4]);
+  return __fadd_rn(__fadd_rn(part[0], part[1]), __fadd_rn(part[2], part[3]));
 }
 
-// ---- commit -----------------------------------------------------------------------------------------------------
+__device__ __forceinline__ void kda_fade(float (&state)[KDA_KEYS], const float (&decay)[KDA_KEYS]) {
+#pragma unroll
+  for (int i = 0; i < KDA_KEYS; i++) state[i] = __fmul_rn(state[i], decay[i]);
+}
 
-struct KdaCommitShared {
-  alignas(16) float k[ROW_TILE][KDA_HEAD];
-  alignas(16) float decay[ROW_TILE][KDA_HEAD];
-  float v[ROW_TILE][KDA_SLICE];
-  float beta[ROW_TILE];
-};
+// read: what the faded state held for these keys.
+__device__ __forceinline__ void kda_correct(float (&state)[KDA_KEYS], const float (&k)[KDA_KEYS], float v, float beta,
+                                            float read) {
+  const float u = __fmul_rn(beta, __fsub_rn(v, read));
+#pragma unroll
+  for (int i = 0; i < KDA_KEYS; i++) state[i] = __fmaf_rn(k[i], u, state[i]);
+}
 
-// Advance one layer's slice of a head by the first *count staged rows, and its channels of the conv history.
-__device__ __forceinline__ void kda_commit(const float* records, const bf16* raw, bf16* history, float* layer_state,
-                                           const i64* count, int heads, int head, int slice, KdaCommitShared& s) {
-  const int tid = threadIdx.x, inner = heads * KDA_HEAD;
-  wait_for_producer();
-  let_next_start();
-  const int rows = int(*count);
-  if (rows == 0) return;
-  float* place = kda_place(layer_state, head, slice);
-  float state[KDA_KEYS];
-  kda_load(state, place);
-  for (int i = tid; i < rows * KDA_HEAD; i += KDA_THREADS) {
-    const int r = i / KDA_HEAD, c = i % KDA_HEAD;
-    const float* record = records + (i64(r) * heads + head) * KDA_RECORD;
-    s.k[r][c] = record[KDA_K + c];
-    s.decay[r][c] = record[KDA_DECAY + c];
-    if (c < KDA_SLICE) s.v[r][c] = record[KDA_V + slice * KDA_SLICE + c];
-    if (c == 0) s.beta[r] = record[KDA_BETA];
-  }
-  if (tid < 3 * KDA_SLICE) {  // new history: rows count .. count + 2 of the old history followed by the window
-    const int column = tid / KDA_SLICE * inner + head * KDA_HEAD + slice * KDA_SLICE + tid % KDA_SLICE;
-    bf16 kept[3];
-    for (int i = 0; i < 3; i++) {
-      const int at = rows + i;
-      kept[i] = at < 3 ? history[i64(at) * 3 * inner + column] : raw[i64(at - 3) * 3 * inner + column];
-    }
-    for (int i = 0; i < 3; i++) history[i64(i) * 3 * inner + column] = kept[i];
-  }
-  __syncthreads();
+// Rows 0 .. rows - 1 of shared memory, `rows` at least 1: decay, read, correct, write; then out(row, the column's
+// output) on all lanes. From: k(row), decay(row), q(row): 128 floats, 16-byte aligned; v(row): this lane's column's;
+// beta(row). Without OUT no output is made.
+template <bool OUT, class From, class Out>
+__device__ __forceinline__ void kda_walk(float (&state)[KDA_KEYS], int rows, const From& from, const Out& out) {
+  float k[KDA_KEYS], decay[KDA_KEYS], q[KDA_KEYS], part = 0.0f;
+  kda_keys(k, from.k(0)), kda_keys(decay, from.decay(0));
+#pragma unroll 2
   for (int r = 0; r < rows; r++) {
-    float k[KDA_KEYS], decay[KDA_KEYS];
-    kda_keys(k, s.k[r]), kda_keys(decay, s.decay[r]);
-    kda_update(state, k, decay, s.v[r][kda_column()], s.beta[r]);
-  }
-  kda_store(place, state);
-}
-
-// ---- prefill ----------------------------------------------------------------------------------------------------
-
-struct KdaScanShared {
-  alignas(16) float qkd[2][KDA_SCAN_ROWS][3 * KDA_HEAD];
-  alignas(16) float v[2][KDA_SCAN_ROWS][KDA_SLICE];
-  alignas(16) float beta[2][KDA_SCAN_ROWS][4];
-};
-
-__device__ __forceinline__ void kda_fetch(const float* records, int heads, int head, int slice, int from, int rows,
-                                          int buffer, KdaScanShared& s) {
-  constexpr int COPIES = 3 * KDA_HEAD / 4 + KDA_SLICE / 4 + 1;  // of 16 bytes for each row
-  const int num = min(KDA_SCAN_ROWS, rows - from);
-  for (int i = threadIdx.x; i < num * COPIES; i += KDA_THREADS) {
-    const int r = i / COPIES, c = i % COPIES * 4;
-    const float* record = records + (i64(from + r) * heads + head) * KDA_RECORD;
-    if (c < 3 * KDA_HEAD) {
-      copy16(&s.qkd[buffer][r][c], record + c);
-    } else if (c < 3 * KDA_HEAD + KDA_SLICE) {
-      copy16(&s.v[buffer][r][c - 3 * KDA_HEAD], record + KDA_V + slice * KDA_SLICE + c - 3 * KDA_HEAD);
+    kda_fade(state, decay);
+    float read = kda_dot(state, k), next_k[KDA_KEYS];
+    const int next = min(r + 1, rows - 1);  // in time for the next row
+    kda_keys(decay, from.decay(next)), kda_keys(next_k, from.k(next));
+    const float v = from.v(r), beta = from.beta(r);
+    if (OUT) {
+      kda_keys(q, from.q(r));
+      kda_sum(read, part);
+      if (r > 0) out(r - 1, part);
     } else {
-      copy16(s.beta[buffer][r], record + KDA_BETA);
+      read = kda_sum(read);
     }
+    kda_correct(state, k, v, beta, read);
+    if (OUT) part = kda_dot(state, q);
+#pragma unroll
+    for (int i = 0; i < KDA_KEYS; i++) k[i] = next_k[i];
   }
-  copies_commit();
+  if (OUT) out(rows - 1, kda_sum(part));
 }
 
-// The recurrence of one slice over any number of rows. o [rows, P] fp32; the state advances in place.
-__device__ __forceinline__ void kda_scan(const float* records, float* layer_state, float* o, int heads, int head,
-                                         int slice, int rows, KdaScanShared& s) {
-  float* place = kda_place(layer_state, head, slice);
-  wait_for_producer();
-  let_next_start();
-  float state[KDA_KEYS];
-  kda_load(state, place);
-  kda_fetch(records, heads, head, slice, 0, rows, 0, s);
-  for (int from = 0, buffer = 0; from < rows; from += KDA_SCAN_ROWS, buffer ^= 1) {
-    const bool more = from + KDA_SCAN_ROWS < rows;
-    if (more) kda_fetch(records, heads, head, slice, from + KDA_SCAN_ROWS, rows, buffer ^ 1, s);
-    if (more) {
-      copies_wait<1>();
-    } else {
-      copies_wait<0>();
-    }
-    __syncthreads();
-    for (int r = 0; r < min(KDA_SCAN_ROWS, rows - from); r++) {
-      float q[KDA_KEYS], k[KDA_KEYS], decay[KDA_KEYS];
-      const float* row = s.qkd[buffer][r];
-      kda_keys(q, row + KDA_Q), kda_keys(k, row + KDA_K), kda_keys(decay, row + KDA_DECAY);
-      kda_update(state, k, decay, s.v[buffer][r][kda_column()], s.beta[buffer][r][0]);
-      const float out = kda_dot(state, q);
-      if (threadIdx.x % KDA_LANES == 0) {
-        o[(i64(from + r) * heads + head) * KDA_HEAD + slice * KDA_SLICE + kda_column()] = out;
-      }
-    }
-    __syncthreads();  // before this buffer is filled again
-  }
-  kda_store(place, state);
+// ---- a head's norm and gate -------------------------------------------------------------------------------------
+
+// Over the 16 columns of a slice, which lie on 16 lanes.
+__device__ __forceinline__ float kda_squares(float o) {
+  float x = __fmul_rn(o, o);
+#pragma unroll
+  for (int step = KDA_SLICE / 2; step > 0; step >>= 1) x = __fadd_rn(x, __shfl_xor_sync(ALL, x, step));
+  return x;
 }
 
-// Norm and gate of one row and head by 16 lanes, in the order of verify.
+// Norm and gate of one row and head by 16 lanes.
 __device__ __forceinline__ void kda_gate(const KdaSource& source, const float* o, const bf16* o_norm, bf16* out,
                                          float eps, int row, int head) {
-  const int lane = threadIdx.x % KDA_LANES, start = head * KDA_HEAD;
+  const int lane = threadIdx.x % KDA_SLICE, start = head * KDA_HEAD + lane;
   const float* from = o + i64(row) * source.inner() + start;
-  float squares[KDA_SLICES];
+  const bf16* gates = source.projected(row) + 4 * source.inner() + start;
+  float x[KDA_SLICES], gate[KDA_SLICES], total = 0.0f;
 #pragma unroll
   for (int s = 0; s < KDA_SLICES; s++) {
-    const float x = from[s * KDA_SLICE + lane];
-    squares[s] = kda_sum(__fmul_rn(x, x));
+    x[s] = from[s * KDA_SLICE];
+    gate[s] = kda_open(to_float(gates[s * KDA_SLICE]));
   }
-  const float scale = kda_scale(squares, 1, eps);
+#pragma unroll
+  for (int s = 0; s < KDA_SLICES; s++) total = __fadd_rn(total, kda_squares(x[s]));
+  const float scale = rsqrtf(total / KDA_HEAD + eps);
 #pragma unroll
   for (int s = 0; s < KDA_SLICES; s++) {
-    const int c = s * KDA_SLICE + lane;
-    const float gate = sigmoid(source.projected(row, 4 * source.inner() + start + c));
-    out[i64(row) * source.inner() + start + c] = to_bf16(from[c] * scale * to_float(o_norm[c]) * gate);
+    const float norm = to_float(o_norm[s * KDA_SLICE + lane]);
+    out[i64(row) * source.inner() + start + s * KDA_SLICE] = to_bf16(x[s] * scale * norm * gate[s]);
   }
 }

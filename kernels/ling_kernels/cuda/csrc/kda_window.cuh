@@ -1,0 +1,304 @@
+// KDA over a window: verify, which leaves the state as it is, and commit, which replays what was kept.
+#pragma once
+#include "kda.cuh"
+
+// ---- verify -----------------------------------------------------------------------------------------------------
+
+struct KdaVerifyShared {
+  alignas(16) float q[ROW_TILE][KDA_HEAD];
+  alignas(16) float k[ROW_TILE][KDA_HEAD];
+  alignas(16) float decay[ROW_TILE][KDA_HEAD];
+  alignas(16) float v[ROW_TILE][KDA_SLICE];
+  float o[ROW_TILE][KDA_SLICE];
+  float beta[ROW_TILE];
+};
+
+struct KdaVerify {
+  KdaSource source;
+  const float* state;    // [H, 128, 128]
+  const bf16* conv;      // [3P, 4]
+  const float* a_log;    // [H]
+  const float* dt_bias;  // [P]
+  const bf16* o_norm;    // [128]
+  bf16* out;             // [16, P]
+  float* sums;           // [16, H, KDA_SLICES]: of squares, for the projection that follows and applies the norm
+  float* records;        // [16, H, KDA_RECORD]: what commit replays
+  bf16* raw;             // [16, 3P]: rows that commit puts into the conv history
+  int rows;
+};
+
+// What a thread makes of the window. A warp has four channels a lane of q or of k, in rows `place`, + 4, ..; and of the
+// decay in rows `warp`, + 8. A thread has one value column of row `row`: v, gate, output. All of it is asked for at once.
+constexpr int KDA_PLACES = KDA_WARPS / 2, KDA_ROUNDS = ROW_TILE / KDA_PLACES;
+
+struct KdaOwn {
+  int head, slice, lane, warp, part, place, row, column;
+  __device__ KdaOwn(int head, int slice)
+      : head(head), slice(slice), lane(threadIdx.x % WARP), warp(threadIdx.x / WARP), part(warp / KDA_PLACES),
+        place(warp % KDA_PLACES), row(threadIdx.x / KDA_SLICE), column(threadIdx.x % KDA_SLICE) {}
+  __device__ int channels() const { return head * KDA_HEAD + 4 * lane; }
+  __device__ int value() const { return head * KDA_HEAD + slice * KDA_SLICE + column; }
+};
+
+struct KdaLoaded {
+  uint2 qk[KDA_ROUNDS][4], qk_before[3];  // raw rows -3 .. 0 of each round; those of the first that the history has
+  uint2 decay[ROW_TILE / KDA_WARPS];
+  bf16 v[4], v_before[3], gate, beta;
+};
+
+// Rows before the window, since the last commit: before the wait. Into registers of their own: a second load into one
+// would have to await the first.
+__device__ __forceinline__ void kda_load_history(KdaLoaded& to, const KdaSource& source, const KdaOwn& own) {
+  const int inner = source.inner();
+  const bf16 *qk = source.history + own.part * inner + own.channels(), *v = source.history + 2 * inner + own.value();
+#pragma unroll
+  for (int t = 0; t < 3; t++) {
+    to.qk_before[t] = make_uint2(0, 0), to.v_before[t] = 0;
+    if (own.place + t < 3) to.qk_before[t] = load_settled(reinterpret_cast<const uint2*>(qk + (own.place + t) * 3 * inner));
+    if (own.row + t < 3) to.v_before[t] = load_settled(v + (own.row + t) * 3 * inner);
+  }
+}
+
+template <bool EVEN>
+__device__ __forceinline__ void kda_load_window(KdaLoaded& to, const KdaSource& source, const KdaOwn& own, int rows) {
+  const int inner = source.inner(), width = source.width();
+  const bf16* channels = source.proj + own.channels();
+  const int qk = (own.place - 3) * width + own.part * inner;
+#pragma unroll
+  for (int i = 0; i < KDA_ROUNDS; i++) {
+    if (own.place + KDA_PLACES * i < rows) {
+#pragma unroll
+      for (int t = 0; t < 4; t++) {
+        if (i > 0 || own.place + t >= 3) to.qk[i][t] = kda_four<EVEN>(channels + (qk + (KDA_PLACES * i + t) * width));
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < ROW_TILE / KDA_WARPS; i++) {
+    const int row = own.warp + KDA_WARPS * i;
+    if (row < rows) to.decay[i] = kda_four<EVEN>(channels + (row * width + 3 * inner));
+  }
+  if (own.row < rows) {
+    const bf16* value = source.proj + own.value();
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+      if (own.row + t >= 3) to.v[t] = load_activation(value + ((own.row + t - 3) * width + 2 * inner));
+    }
+    to.gate = load_activation(value + (own.row * width + 4 * inner));
+    if (own.column == 0) to.beta = load_activation(source.proj + (own.row * width + 5 * inner + own.head));
+  }
+}
+
+// The first round's rows, those before the window among them.
+__device__ __forceinline__ void kda_join(KdaLoaded& to, const KdaOwn& own) {
+#pragma unroll
+  for (int t = 0; t < 3; t++) {
+    if (own.place + t < 3) to.qk[0][t] = to.qk_before[t];
+    if (own.row + t < 3) to.v[t] = to.v_before[t];
+  }
+}
+
+// What commit needs, by the threads that do not walk; k, decay and beta of a row are written by one of the head's blocks.
+template <bool EVEN>
+__device__ __forceinline__ void kda_stage(const KdaVerify& job, const KdaOwn& own, const KdaVerifyShared& s) {
+  constexpr int THREADS = KDA_THREADS - KDA_WALKERS, QUARTERS = KDA_SLICE / 4, EACH = EVEN ? 4 : 1;
+  const int heads = job.source.heads, inner = job.source.inner(), at = threadIdx.x - KDA_WALKERS;
+  auto record = [&](int row) { return job.records + (i64(row) * heads + own.head) * KDA_RECORD; };
+  auto copy = [](float* to, const float* from) {
+    *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(from);
+  };
+  for (int row = own.slice; row < job.rows; row += KDA_SLICES) {
+    if (at < WARP) copy(record(row) + KDA_K + 4 * at, &s.k[row][4 * at]);
+    if (at / WARP == 1) copy(record(row) + KDA_DECAY + 4 * (at - WARP), &s.decay[row][4 * (at - WARP)]);
+    if (at == 2 * WARP) record(row)[KDA_BETA] = s.beta[row];
+  }
+  if (at < job.rows * QUARTERS) {
+    const int row = at / QUARTERS, c = at % QUARTERS * 4;
+    copy(record(row) + KDA_V + own.slice * KDA_SLICE + c, &s.v[row][c]);
+  }
+  constexpr int PIECES = KDA_SLICE / EACH;  // of a slice's channels in one part of a row
+  for (int i = at; i < job.rows * 3 * PIECES; i += THREADS) {
+    const int row = i / (3 * PIECES), part = i / PIECES % 3;
+    const int channel = part * inner + own.head * KDA_HEAD + own.slice * KDA_SLICE + i % PIECES * EACH;
+    const bf16* from = job.source.projected(row) + channel;
+    bf16* to = job.raw + i64(row) * 3 * inner + channel;
+    if (EVEN) {
+      *reinterpret_cast<uint2*>(to) = load_activations4(from);
+    } else {
+      *to = load_activation(from);
+    }
+  }
+}
+
+struct KdaVerifyRows {
+  const KdaVerifyShared& s;
+  __device__ const float* q(int row) const { return s.q[row]; }
+  __device__ const float* k(int row) const { return s.k[row]; }
+  __device__ const float* decay(int row) const { return s.decay[row]; }
+  __device__ float v(int row) const { return s.v[row][kda_column()]; }
+  __device__ float beta(int row) const { return s.beta[row]; }
+};
+
+// Block (head, slice): raw projections to gated output that lacks its norm, which needs all eight slices of a head.
+template <bool EVEN>
+__device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int slice, const Ahead& ahead,
+                                           KdaVerifyShared& s) {
+  const KdaSource& source = job.source;
+  const KdaOwn own(head, slice);
+  const int inner = source.inner(), rows = job.rows;
+  const bool walks = own.warp < KDA_WALKERS / WARP;
+  float state[KDA_KEYS];
+  if (walks) kda_load(state, job.state + kda_place(head, slice * KDA_SLICE));  // since the last commit
+  KdaLoaded loaded;
+  kda_load_history(loaded, source, own);
+  const KdaTaps taps = kda_taps(job.conv, own.part * inner + own.channels());
+  const uint2 v_taps = load_settled(reinterpret_cast<const uint2*>(job.conv) + 2 * inner + own.value());
+  const float4 bias = load_settled(reinterpret_cast<const float4*>(job.dt_bias + own.channels()));
+  const float a_log = load_settled(job.a_log + head);
+  const bf16 norm = load_settled(job.o_norm + slice * KDA_SLICE + own.column);
+  wait_for_producer();
+  let_next_start();
+  kda_load_window<EVEN>(loaded, source, own, rows);
+  if (own.warp == KDA_WARPS - 1) ask_ahead(ahead, blockIdx.x, gridDim.x);
+  kda_join(loaded, own);
+
+#pragma unroll
+  for (int i = 0; i < KDA_ROUNDS; i++) {
+    const int row = own.place + KDA_PLACES * i;
+    if (row < rows) {
+      const uint2(&raw)[4] = loaded.qk[i];
+      const float4 x = kda_mixed(raw[0], raw[1], raw[2], raw[3], taps);
+      float* to = own.part == 0 ? s.q[row] : s.k[row];
+      *reinterpret_cast<float4*>(to + 4 * own.lane) = kda_unit(x, own.part == 0 ? KDA_Q_LENGTH : 1.0f);
+    }
+  }
+  const float rate = expf(a_log);
+#pragma unroll
+  for (int i = 0; i < ROW_TILE / KDA_WARPS; i++) {
+    const int row = own.warp + KDA_WARPS * i;
+    if (row < rows) {
+      *reinterpret_cast<float4*>(s.decay[row] + 4 * own.lane) = kda_decay(loaded.decay[i], bias, rate, source.lower_bound);
+    }
+  }
+  const bool live = own.row < rows;
+  float gate = 0.0f;
+  if (live) {
+    const bf16(&raw)[4] = loaded.v;
+    s.v[own.row][own.column] =
+        kda_mixed(to_float(raw[0]), to_float(raw[1]), to_float(raw[2]), to_float(raw[3]), v_taps.x, v_taps.y);
+    gate = kda_open(to_float(loaded.gate)) * to_float(norm);
+    if (own.column == 0) s.beta[own.row] = kda_open(to_float(loaded.beta));
+  }
+  __syncthreads();
+  if (walks) {
+    kda_walk<true>(state, rows, KdaVerifyRows{s}, [&](int row, float o) {
+      if (own.lane < KDA_COLUMNS) s.o[row][kda_column()] = o;
+    });
+  } else {
+    kda_stage<EVEN>(job, own, s);
+  }
+  __syncthreads();
+  const float o = live ? s.o[own.row][own.column] : 0.0f;
+  const float squares = kda_squares(o);
+  if (!live) return;
+  if (own.column == 0) job.sums[(own.row * source.heads + head) * KDA_SLICES + slice] = squares;
+  job.out[i64(own.row) * inner + own.value()] = to_bf16(o * gate);
+}
+
+// ---- commit -----------------------------------------------------------------------------------------------------
+
+constexpr int KDA_COMMIT_COLUMNS = KDA_THREADS / KDA_LANES;  // 32: of one block
+constexpr int KDA_COMMIT_PARTS = KDA_HEAD / KDA_COMMIT_COLUMNS;
+
+struct KdaCommitShared {
+  alignas(16) float kd[ROW_TILE][2 * KDA_HEAD];
+  alignas(16) float v[ROW_TILE][KDA_COMMIT_COLUMNS];
+  alignas(16) float beta[ROW_TILE][4];
+};
+
+struct KdaCommit {
+  const float* records;  // [layers, 16, H, KDA_RECORD]
+  const bf16* raw;       // [layers, 16, 3P]
+  bf16* history;         // [layers, 3, 3P]
+  float* state;          // [layers, H, 128, 128]
+  const i64* count;
+  int heads, window;  // window: rows that were staged
+
+  __device__ int inner() const { return heads * KDA_HEAD; }
+  __device__ const float* record(int layer, int head, int row) const {
+    return records + ((i64(layer) * ROW_TILE + row) * heads + head) * KDA_RECORD;
+  }
+  // Rows of the old history, then of the window.
+  __device__ bf16* old(int layer, int row) const { return history + (i64(layer) * 3 + row) * 3 * inner(); }
+  __device__ const bf16* followed(int layer, int row) const {
+    return row < 3 ? old(layer, row) : raw + (i64(layer) * ROW_TILE + row - 3) * 3 * inner();
+  }
+};
+
+// One head of one layer, asked for while the verdict is still being made. What is asked for may be read by nobody.
+__device__ __forceinline__ void kda_ask(const KdaCommit& job, int layer, int head) {
+  const int tid = threadIdx.x, inner = job.inner();
+  constexpr u32 PIECE = KDA_HEAD * KDA_HEAD, PIECES = 4;  // bytes: a state has 64 KB
+  if (tid < PIECES) {
+    prefetch_l2(job.state + (i64(layer) * job.heads + head) * KDA_HEAD * KDA_HEAD + tid * PIECE / 4, PIECE);
+  }
+  const int row = tid - WARP;
+  if (row >= 0 && row < job.window) {
+    prefetch_l2(job.record(layer, head, row) + KDA_K, (KDA_RECORD - KDA_K) * sizeof(float));
+  }
+  for (int i = tid - 2 * WARP; i >= 0 && i < 3 * (3 + job.window); i += KDA_THREADS - 2 * WARP) {
+    prefetch_l2(job.followed(layer, i / 3) + i % 3 * inner + head * KDA_HEAD, KDA_HEAD * sizeof(bf16));
+  }
+}
+
+struct KdaCommitRows {
+  const KdaCommitShared& s;
+  __device__ const float* q(int row) const { return s.kd[row]; }
+  __device__ const float* k(int row) const { return s.kd[row]; }
+  __device__ const float* decay(int row) const { return s.kd[row] + KDA_HEAD; }
+  __device__ float v(int row) const { return s.v[row][kda_column()]; }
+  __device__ float beta(int row) const { return s.beta[row][0]; }
+};
+
+// New history: rows count .. count + 2 of the old one followed by the window. Four channels a thread.
+__device__ __forceinline__ void kda_move_history(const KdaCommit& job, int layer, int first, int count) {
+  const int part = threadIdx.x / (KDA_COMMIT_COLUMNS / 4);
+  if (part >= 3) return;
+  const int channel = part * job.inner() + first + threadIdx.x % (KDA_COMMIT_COLUMNS / 4) * 4;
+  uint2 kept[3];
+#pragma unroll
+  for (int i = 0; i < 3; i++) kept[i] = load_activations4(job.followed(layer, count + i) + channel);
+#pragma unroll
+  for (int i = 0; i < 3; i++) *reinterpret_cast<uint2*>(job.old(layer, i) + channel) = kept[i];
+}
+
+// Advance 32 columns of one head of one layer by the first *count staged rows. All that may be needed is asked for before
+// the count is known.
+__device__ __forceinline__ void kda_commit(const KdaCommit& job, int layer, int head, int quarter, KdaCommitShared& s) {
+  const int tid = threadIdx.x, first = quarter * KDA_COMMIT_COLUMNS;
+  const int units = gridDim.z * job.heads, block = (layer * job.heads + head) * KDA_COMMIT_PARTS + quarter;
+  if (block < units) kda_ask(job, block / job.heads, block % job.heads);
+  wait_for_producer();
+  let_next_start();
+  const i64 committed = load_settled(job.count);
+  float* place = job.state + i64(layer) * job.inner() * KDA_HEAD + kda_place(head, first);
+  float state[KDA_KEYS];
+  kda_load(state, place);
+  constexpr int CHUNKS = 2 * KDA_HEAD / 4, QUARTERS = KDA_COMMIT_COLUMNS / 4;
+  for (int row = tid / CHUNKS; row < job.window; row += KDA_THREADS / CHUNKS) {
+    copy16(&s.kd[row][tid % CHUNKS * 4], job.record(layer, head, row) + KDA_K + tid % CHUNKS * 4);
+  }
+  if (tid < job.window * QUARTERS) {
+    const int row = tid / QUARTERS, c = tid % QUARTERS * 4;
+    copy16(&s.v[row][c], job.record(layer, head, row) + KDA_V + first + c);
+  }
+  if (tid < job.window) copy16(s.beta[tid], job.record(layer, head, tid) + KDA_BETA);
+  copies_commit();
+  const int rows = int(committed);
+  if (rows > 0) kda_move_history(job, layer, head * KDA_HEAD + first, rows);
+  copies_wait<0>();
+  __syncthreads();
+  if (rows == 0) return;
+  kda_walk<false>(state, rows, KdaCommitRows{s}, [](int, float) {});
+  kda_store(place, state);
+}
