@@ -16,20 +16,6 @@ struct StoreRows {
 };
 
 template <int NT>
-struct StoreFloats {
-  float* out;
-  int n, live;
-
-  __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
-    for (int o = threadIdx.x; o < live * 16; o += blockDim.x) {
-      const int token = o / 16, row = tile * 16 + o % 16;
-      if (row < n) out[i64(token) * n + row] = sums.at(token, o % 16);
-    }
-  }
-  __device__ __forceinline__ void finish() {}
-};
-
-template <int NT>
 struct StoreSwiglu {
   bf16* out;
   int inner, live, tall;
@@ -117,11 +103,9 @@ struct HeadNorm {
 struct GateUp {
   const bf16* weight;
   int inner, width, per, tall, asked;
-  static constexpr int step = 1;
 
   __device__ __forceinline__ int first() const { return blockIdx.x * per; }
   __device__ __forceinline__ int end() const { return min((inner + tall - 1) / tall, first() + per); }
-  __device__ __forceinline__ bool early(int) const { return true; }
   __device__ __forceinline__ Rows rows(int tile, int group) const {
     const int at = tile * tall + group;
     const bool has = group < tall && at < inner;
@@ -147,9 +131,9 @@ __device__ __forceinline__ void stream(
     const Source& source, const bf16* x, int live, Epilogue& store, const Ahead& ahead) {
   const Tokens tokens = {x, source.width, source.width, live};
   if (source.width % (DEPTH * CHUNK) == 0) {
-    stream_tiles<NT, false, true>(source, tokens, Plain{}, store, ahead);
+    stream_tiles<NT, true>(source, tokens, Plain{}, store, ahead);
   } else {
-    stream_tiles<NT, false, false>(source, tokens, Plain{}, store, ahead);
+    stream_tiles<NT, false>(source, tokens, Plain{}, store, ahead);
   }
 }
 
@@ -170,7 +154,7 @@ __device__ __forceinline__ void linear_normed(
   __shared__ float factors[MAX_HEADS * ROW_TILE];
   StoreRows<NT> store = {out, n, live, tall};
   const HeadNorm norm = {sums, k / 128, slices, live, eps, factors};
-  stream_tiles<NT, false, true>(Matrix{w, n, k, per, tall, asked}, Tokens{x, k, k, live}, norm, store, ahead);
+  stream_tiles<NT, true>(Matrix{w, n, k, per, tall, asked}, Tokens{x, k, k, live}, norm, store, ahead);
 }
 
 template <int NT>
@@ -189,13 +173,6 @@ __device__ __forceinline__ void head(
   StoreLogits<NT> store = {out, values, ids, n, live, best, best_id};
   store.begin();
   stream<NT>(Matrix{w, n, k, per, tall, asked}, x, live, store, ahead);
-}
-
-template <int NT>
-__device__ __forceinline__ void router(
-    const bf16* x, const bf16* w, float* out, int live, int n, int k, int width, int per) {
-  StoreFloats<NT> store = {out, n, live};
-  stream_tiles<NT, true>(Matrix{w, n, width, per, 16, 0}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
 // x [*, k], w [n, k] -> out [*, n]; `live` rows. Grid: ceil(n / tall / per). Shared: 2 · warps · 8 NT · PITCH floats.
@@ -235,13 +212,3 @@ MLP_GATE_UP(mlp_gate_up_16, 2)
   }
 HEAD(head_8, 1)
 HEAD(head_16, 2)
-
-// x [*, k], w [n, width] -> out [*, n] fp32. width: k, or parts of an fp32 weight side by side, each of k values
-// rounded up to a chunk.
-#define ROUTER(NAME, NT)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* w, float* out, int live, int n, int k, int width, int per) {                     \
-    router<NT>(x, w, out, live, n, k, width, per);                                                                \
-  }
-ROUTER(router_8, 1)
-ROUTER(router_16, 2)

@@ -45,34 +45,55 @@ struct Tokens {
   int width, pitch, rows;
 };
 
-// Where a warp's batch of DEPTH chunks lies in a row: part(row, s) is this lane's place of chunk s. EXACT: rows are
-// whole batches wide, and chunks have constant distances. Past the width it is the row's beginning, for which tokens
-// are zeros. WRAP: as for stream_tiles.
-template <bool EXACT, bool WRAP>
-struct Batch {
-  int first, width, tokens;  // this lane's first k; width of a weight row, of a token
+// The lane's values of k up to k + 7. Past the width it is the row's beginning: load_tokens gives zeros there.
+__device__ __forceinline__ void load_chunk(Chunk& to, const Rows& rows, int k, int width, bool live) {
+  const int at = k < width ? k : 0;
+  load_weights_into(to.low, rows.low + at, live && rows.has_low);
+  load_weights_into(to.high, rows.high + at, live && rows.has_high);
+}
 
-  __device__ __forceinline__ bool inside(int s) const { return first + (EXACT ? 0 : s * CHUNK) < width; }
-  __device__ __forceinline__ const bf16* part(const bf16* row, int s) const {
-    if constexpr (EXACT) return row + (first < width ? first : 0) + s * CHUNK;
-    return row + (inside(s) ? first + s * CHUNK : 0);
+template <int NT>
+__device__ __forceinline__ void load_tokens(uint4 (&to)[NT], const Tokens& tokens, int k) {
+  const int group = threadIdx.x % WARP / 4;
+  const bool inside = k < tokens.width;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    const int token = n * 8 + group;
+    const bf16* from = tokens.x + (token < tokens.rows ? token : 0) * tokens.pitch + (inside ? k : 0);
+    const uint4 v = load_activations(from);
+    to[n] = inside ? v : make_uint4(0, 0, 0, 0);
   }
+}
+
+// A warp's batch of DEPTH chunks side by side. EXACT: rows are whole batches wide, so a batch lies in the row or past
+// it, and its chunks have constant distances.
+template <bool EXACT>
+struct Batch {
+  int first, width;  // this lane's first k; width of a row
+
+  // The batch's place in a row; past the width the row's beginning.
+  __device__ __forceinline__ int place() const { return first < width ? first : 0; }
   __device__ __forceinline__ void weights(Chunk& to, const Rows& rows, int s, bool live) const {
-    load_weights_into(to.low, part(rows.low, s), live && rows.has_low);
-    load_weights_into(to.high, part(rows.high, s), live && rows.has_high);
+    if constexpr (EXACT) {
+      load_weights_into(to.low, rows.low + place() + s * CHUNK, live && rows.has_low);
+      load_weights_into(to.high, rows.high + place() + s * CHUNK, live && rows.has_high);
+    } else {
+      load_chunk(to, rows, first + s * CHUNK, width, live);
+    }
   }
   template <int NT>
-  __device__ __forceinline__ void load(uint4 (&to)[NT], const Tokens& from, int s) const {
-    const int group = threadIdx.x % WARP / 4;
-    int at = first + s * CHUNK;
-    if constexpr (WRAP) at = inside(s) ? at % ((tokens + CHUNK - 1) / CHUNK * CHUNK) : tokens;
-    const bool in = EXACT ? inside(s) : at < tokens;
+  __device__ __forceinline__ void load(uint4 (&to)[NT], const Tokens& tokens, int s) const {
+    if constexpr (EXACT) {
+      const int group = threadIdx.x % WARP / 4;
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      const int token = n * 8 + group;
-      const bf16* row = from.x + (token < from.rows ? token : 0) * from.pitch;
-      to[n] = load_activations(EXACT ? part(row, s) : row + (in ? at : 0));
-      if (!in) to[n] = make_uint4(0, 0, 0, 0);
+      for (int n = 0; n < NT; ++n) {
+        const int token = n * 8 + group;
+        const bf16* row = tokens.x + (token < tokens.rows ? token : 0) * tokens.pitch;
+        to[n] = load_activations(row + place() + s * CHUNK);
+        if (first >= width) to[n] = make_uint4(0, 0, 0, 0);
+      }
+    } else {
+      load_tokens(to, tokens, first + s * CHUNK);
     }
   }
 };
@@ -112,46 +133,36 @@ struct Plain {
   __device__ __forceinline__ float of(int, int) const { return 1.0f; }
 };
 
-// Walk this block's tiles. Source: first(), step, width (of a weight row), early(tile): may its weights be loaded
-// before the wait; end(): called after the wait; rows(tile, g); ask_rest(columns): ask L2 for what the ring does not
-// take of the first tile, which has `columns` of each row, and for more. WRAP: a weight row is several parts side by
-// side, each as wide as the tokens rounded up to a chunk, and each meets the same tokens. Epilogue: operator()(tile,
-// Sums) by all threads after a barrier, finish() at the end. Shared memory: sums_of.
-template <int NT, bool WRAP, bool EXACT = false, class Source, class Factor, class Epilogue>
+// Walk this block's tiles. Source: first(), end(), width (of a weight row), rows(tile, g), and ask_rest(columns): ask L2
+// for what the ring does not take of the first tile, which has `columns` of each row, and for more. Epilogue:
+// operator()(tile, Sums) by all threads after a barrier, finish() at the end. Shared memory: sums_of.
+template <int NT, bool EXACT, class Source, class Factor, class Epilogue>
 __device__ __forceinline__ void stream_tiles(
-    const Source& source, const Tokens& tokens, const Factor& factor, Epilogue& epilogue, const Ahead& asked = {}) {
-  static_assert(!(EXACT && WRAP) && (EXACT || !Factor::SCALED), "a factor needs whole batches");
+    const Source& source, const Tokens& tokens, const Factor& factor, Epilogue& epilogue, const Ahead& asked) {
+  static_assert(EXACT || !Factor::SCALED, "a factor needs whole batches");
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
   const int group = lane / 4, span = warps * DEPTH * CHUNK;
   const int batches = (source.width + span - 1) / span;
   auto batch_at = [&](int batch) {
-    const int first = batch * span + warp * DEPTH * CHUNK + lane % 4 * 8;
-    return Batch<EXACT, WRAP>{first, source.width, tokens.width};
+    return Batch<EXACT>{batch * span + warp * DEPTH * CHUNK + lane % 4 * 8, source.width};
   };
   int tile = source.first();
+  const int end = source.end();
   Chunk ring[DEPTH] = {};
-  Rows rows;
-  const bool early = source.early(tile);
+  Rows rows = source.rows(tile, group);
   const auto start = batch_at(0);
-  if (early) {
-    rows = source.rows(tile, group);
 #pragma unroll
-    for (int s = 0; s < DEPTH; ++s) start.weights(ring[s], rows, s, true);
-    if (warp == warps - 1) source.ask_rest(min(source.width, span));
+  for (int s = 0; s < DEPTH; ++s) start.weights(ring[s], rows, s, true);
+  if (warp == warps - 1) {
+    source.ask_rest(min(source.width, span));
+    ask_ahead(asked, blockIdx.x, gridDim.x);
   }
-  if (warp == warps - 1) ask_ahead(asked, blockIdx.x, gridDim.x);
   wait_for_producer();
   let_next_start();
   uint4 x[DEPTH][NT];
 #pragma unroll
   for (int s = 0; s < DEPTH; ++s) start.load(x[s], tokens, s);
-  const int end = source.end();
-  if (!early && tile < end) {
-    rows = source.rows(tile, group);
-#pragma unroll
-    for (int s = 0; s < DEPTH; ++s) start.weights(ring[s], rows, s, true);
-  }
   factor.prepare();
   float sums[NT][4] = {};
   bool fresh_tokens = true;
@@ -166,8 +177,8 @@ __device__ __forceinline__ void stream_tiles(
       }
       fresh_tokens = false;
       const bool last = batch + 1 == batches;
-      const bool more = !last || tile + source.step < end;
-      if (last && more) rows = source.rows(tile + source.step, group);
+      const bool more = !last || tile + 1 < end;
+      if (last && more) rows = source.rows(tile + 1, group);
       const auto next = batch_at(last ? 0 : batch + 1);
       float fresh[NT][4] = {};
 #pragma unroll
@@ -197,7 +208,7 @@ __device__ __forceinline__ void stream_tiles(
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
     }
-    tile += source.step;
+    ++tile;
   }
   epilogue.finish();
 }
@@ -207,11 +218,9 @@ __device__ __forceinline__ void stream_tiles(
 struct Matrix {
   const bf16* weight;
   int n, width, per, tall, asked;
-  static constexpr int step = 1;
 
   __device__ __forceinline__ int first() const { return blockIdx.x * per; }
   __device__ __forceinline__ int end() const { return min((n + tall - 1) / tall, first() + per); }
-  __device__ __forceinline__ bool early(int) const { return true; }
   __device__ __forceinline__ Rows rows(int tile, int group) const {
     const int low = tile * tall + group, high = low + 8;
     const bf16* from = weight + i64(low) * width;
@@ -225,13 +234,6 @@ struct Matrix {
     }
   }
 };
-
-// Eight gate rows and the eight matching up rows of gate_up [2 inner, width] make a tile: SwiGLU needs both at once,
-// and tiles of half the bytes balance better over the machine than 16 + 16.
-__device__ __forceinline__ Rows gate_up_rows(const bf16* weight, int inner, int width, int tile, int group) {
-  const int at = tile * 8 + group < inner ? tile * 8 + group : 0;
-  return {weight + i64(at) * width, weight + (i64(inner) + at) * width};
-}
 
 // SiLU(gate) · up; with a limit the gate is cut after SiLU from above, up on both sides.
 __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
