@@ -210,6 +210,17 @@ __device__ __forceinline__ float4 load_settled(const float4* from) {
   return v;
 }
 
+__device__ __forceinline__ float4 load_settled4(const float* from) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ uint4 load_settled16(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+
 // ---- shared memory: copies in the background, matrix fragments --------------------------------------------------
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
@@ -223,6 +234,44 @@ __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_
 template <int pending>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// The same for weights that are read once. policy: stream_policy's.
+__device__ __forceinline__ void copy_weights(void* to, const void* from, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from), "l"(policy)
+               : "memory");
+}
+// What L2 does with such weights: the first to go when room is needed, or like everything else.
+__device__ __forceinline__ u64 stream_policy(bool first_to_go) {
+  u64 policy;
+  if (first_to_go) {
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  } else {
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  }
+  return policy;
+}
+// 16 bytes, or zeros where `live` is false.
+__device__ __forceinline__ void copy16_or_zeros(void* to, const void* from, bool live) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(live ? 16 : 0)
+               : "memory");
+}
+// copies_wait for a number that the compiler does not know, the same in all lanes.
+__device__ __forceinline__ void copies_wait_upto(int pending) {
+  switch (pending) {
+    case 0: copies_wait<0>(); break;
+    case 1: copies_wait<1>(); break;
+    case 2: copies_wait<2>(); break;
+    case 3: copies_wait<3>(); break;
+    case 4: copies_wait<4>(); break;
+    case 5: copies_wait<5>(); break;
+    case 6: copies_wait<6>(); break;
+    case 7: copies_wait<7>(); break;
+    case 8: copies_wait<8>(); break;
+    default: copies_wait<9>();
+  }
 }
 
 // Four 8x8 bf16 matrices; lane 8i + r gives the address of row r of matrix i. Lane l receives of each the two
