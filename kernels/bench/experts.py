@@ -53,7 +53,7 @@ def rows_of_table(shape: Shape, rows: int, args: argparse.Namespace, bandwidth: 
     layers = [moe_params(shape) for _ in range(LAYERS)]
     for name, switches in VARIANTS.items():
         pdl = bool(switches.get("pdl", True))
-        ops = ling_kernels.load("cuda", cache=args.cache, pdl=pdl, allow_untested=True)
+        ops = ling_kernels.load("cuda", cache=args.cache, pdl=pdl)
         for switch, value in switches.items():
             setattr(ops.device if switch in ("whole_shared", "pdl") else ops, switch, value)
         x = torch.randn(ROW_TILE, shape.hidden, device="cuda").bfloat16()

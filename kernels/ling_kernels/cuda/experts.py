@@ -10,6 +10,7 @@ from torch import Tensor
 from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.checks import check_rows, check_width, named
 from ling_kernels.cuda.driver import Ahead, Argument, Device
+from ling_kernels.cuda.prefill import prefill_experts
 from ling_kernels.cuda.tiles import (
     PAIRS,
     ROUTER_PARTS,
@@ -116,8 +117,6 @@ class ExpertOps(AheadOps):
 
     def experts(self, h: Tensor, routing: Routing | WindowRouting, params: MoeParams, rows: int | None) -> Tensor:
         if rows is None:
-            from ling_kernels.cuda.prefill import prefill_experts
-
             return prefill_experts(self.device, h, routing, params)
         check_rows(h, rows)
         ours = routing if isinstance(routing, WindowRouting) else self._listed(routing, params, rows)
