@@ -294,9 +294,8 @@ inline u32 ordered(float x) {
 
 // Copies in the background: emulator::copy does them at once or, in other orders, when they are waited for.
 inline void copy16(void* to, const void* from) { emulator::copy(to, from, 16); }
-inline void copy_weights(void* to, const void* from, u64) { emulator::copy(to, from, 16); }
+inline void copy_weights(void* to, const void* from, bool) { emulator::copy(to, from, 16); }
 inline void copy16_or_zeros(void* to, const void* from, bool live) { emulator::copy(to, from, live ? 16 : 0); }
-inline u64 stream_policy(bool) { return 0; }
 inline void copies_commit() { emulator::commit(); }
 template <int pending>
 inline void copies_wait() { emulator::copies_wait(pending); }

@@ -247,21 +247,18 @@ __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// The same for weights that are read once. policy: stream_policy's.
-__device__ __forceinline__ void copy_weights(void* to, const void* from, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-               "l"(from), "l"(policy)
-               : "memory");
-}
-// What L2 does with such weights: the first to go when room is needed, or like everything else.
-__device__ __forceinline__ u64 stream_policy(bool first_to_go) {
-  u64 policy;
+// The same for weights that are read once; first_to_go: they leave L2 before everything else. Otherwise without a policy:
+// one of "evict_normal" is an illegal instruction on sm_90 (seen on an H200, assembler of CUDA 13.0).
+__device__ __forceinline__ void copy_weights(void* to, const void* from, bool first_to_go) {
   if (first_to_go) {
+    u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+                 "l"(from), "l"(policy)
+                 : "memory");
   } else {
-    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
   }
-  return policy;
 }
 // 16 bytes, or zeros where `live` is false.
 __device__ __forceinline__ void copy16_or_zeros(void* to, const void* from, bool live) {

@@ -54,7 +54,7 @@ struct PairStream {
   const bf16* weight;  // of expert 0 [2 inner, width]
   const u32* ids;      // by slot; null: there is one expert
   int inner, width;
-  u64 policy;
+  bool first_to_go;
   u8* ring;  // this lane's part of this warp's
   int depth;
   Pairs at, ahead;
@@ -88,8 +88,8 @@ struct PairStream {
         if (mine && c < chunks()) {
           u8* to = ring + (stage * BATCH + u) * CHUNK_BYTES;
           const int k = c * CHUNK + int(threadIdx.x) % 4 * 8 < width ? c * CHUNK : -(int(threadIdx.x) % 4 * 8);
-          copy_weights(to, low + k, policy);
-          copy_weights(to + CHUNK_BYTES / 2, high + k, policy);
+          copy_weights(to, low + k, first_to_go);
+          copy_weights(to + CHUNK_BYTES / 2, high + k, first_to_go);
         }
       }
       if (++ahead_batch == batches()) ahead_batch = 0, ahead.next(inner), aim();
@@ -167,7 +167,6 @@ __device__ __forceinline__ void gate_up(
   u8* ring = shared + warp * depth * BATCH * CHUNK_BYTES + lane * sizeof(uint4);
   float* sums = reinterpret_cast<float*>(shared + warps * depth * BATCH * CHUNK_BYTES);
   bf16* tokens = reinterpret_cast<bf16*>(sums_of<NT>(sums, 2));
-  const u64 policy = stream_policy(first_to_go);
   const Window window = {local ? tokens : nullptr, x, (width + 63) / 64 * 64 + 32, width, live};
 
   // Before the wait: the tokens, which the kernel before the producer wrote, and this block's tile of the shared expert.
@@ -178,7 +177,7 @@ __device__ __forceinline__ void gate_up(
     }
   }
   copies_commit();
-  PairStream<NT> stream = {experts.shared, nullptr, experts.shared_inner, width, policy, ring, depth};
+  PairStream<NT> stream = {experts.shared, nullptr, experts.shared_inner, width, first_to_go != 0, ring, depth};
   stream.fill(share(experts.shared_inner, experts.shared_inner, 0));
   if (warp == warps - 1) ask_ahead(asked, blockIdx.x, gridDim.x);
   prepare_plan(router, plan);
@@ -228,7 +227,7 @@ struct Down {
   const Plan& plan;
   int live, rows;  // of the window; of this block
   u8* ring;        // this warp's: for each chunk, 64 bytes of each row, then of each token
-  u64 policy;
+  bool first_to_go;
 
   __device__ __forceinline__ int lane() const { return threadIdx.x % WARP; }
   __device__ __forceinline__ int group() const { return threadIdx.x % WARP / 4; }
@@ -254,8 +253,8 @@ struct Down {
     const int k = chunk(at) * CHUNK + column < wide ? chunk(at) * CHUNK : -column;  // past the end: the row's beginning
     const bf16* from = (at.slot == 0 ? shared : routed + plan.ids[at.slot] * stride) + k;
     u8* to = place(stage) + lane() * sizeof(uint4);
-    if (group() < rows) copy_weights(to, from, policy);
-    if (group() + 8 < rows) copy_weights(to + 8 * CHUNK * 2, from + 8 * wide, policy);
+    if (group() < rows) copy_weights(to, from, first_to_go);
+    if (group() + 8 < rows) copy_weights(to + 8 * CHUNK * 2, from + 8 * wide, first_to_go);
   }
 
   __device__ __forceinline__ void send_tokens(int stage, const Walk& at) const {
@@ -322,7 +321,7 @@ __device__ __forceinline__ void down(
       live,
       here,
       shared + warp * ring_bytes,
-      stream_policy(first_to_go)};
+      first_to_go != 0};
   Walk ahead = {0, 0};
   for (int batch = 0; batch < depth; ++batch) {
 #pragma unroll
