@@ -64,6 +64,7 @@ class CudaRankOps(CudaOps):
         total, h = torch.empty_like(x), torch.empty_like(x)
         for start in range(0, live, BLOCKS):
             args = [partial[start:], x[start:], weight, total[start:], h[start:], width, float(eps)]
+            args.append(int(self.early_norm))
             self._exchange("exchange_norm", min(BLOCKS, live - start), _threads(width), args)
         return total, h
 

@@ -64,6 +64,9 @@ void barrier();       // all threads of the block
 void wait_for_producer();
 void check_known(const void* from, u32 bytes);  // within one of the arguments
 void fail(const char* why);
+void copy(void* to, const void* from, u32 bytes);  // to 16 bytes; those that are not given are zero
+void commit();                                      // copies so far are a group
+void copies_wait(u32 pending);                      // for all but the youngest groups
 void look_again();    // others may run meanwhile
 
 // Bring a value; then those of all lanes of this meeting may be read, until the next meeting but one.
@@ -225,6 +228,13 @@ inline float4 load_settled(const float4* from) {
 }
 inline uint2 load_activations4(const bf16* from) { return load_settled(reinterpret_cast<const uint2*>(from)); }
 inline bf16 load_activation(const bf16* from) { return *from; }
+inline float4 load_settled4(const float* from) {
+  if (uintptr_t(from) & 15) emulator::fail("a 16-byte load is not aligned");
+  float4 v;
+  std::memcpy(&v, from, 16);
+  return v;
+}
+inline uint4 load_settled16(const void* from) { return load_weights(from, true); }
 // A hint may come at any time, but within an argument's memory.
 inline void prefetch_l2(const void* from, u32 bytes) {
   if ((uintptr_t(from) | bytes) & 15) emulator::fail("a prefetch is not aligned");
@@ -256,6 +266,10 @@ inline void let_next_start() {
   if (emulator::self->waits != 1) emulator::fail("the next kernel was let in before the wait");
 }
 
+inline void let_next_start_early() {
+  if (emulator::self->waits != 0) emulator::fail("the next kernel was let in after the wait, not early");
+}
+
 inline float warp_sum(float x) {
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(ALL, x, step);
   return x;
@@ -280,14 +294,14 @@ inline u32 ordered(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Copies in the background are done at once; no kernel may rely on when they happen.
-inline void copy16(void* to, const void* from) {
-  if ((uintptr_t(to) | uintptr_t(from)) & 15) emulator::fail("a 16-byte copy is not aligned");
-  std::memcpy(to, from, 16);
-}
-inline void copies_commit() {}
+// Copies in the background: emulator::copy does them at once or, in other orders, when they are waited for.
+inline void copy16(void* to, const void* from) { emulator::copy(to, from, 16); }
+inline void copy_weights(void* to, const void* from, bool) { emulator::copy(to, from, 16); }
+inline void copy16_or_zeros(void* to, const void* from, bool live) { emulator::copy(to, from, live ? 16 : 0); }
+inline void copies_commit() { emulator::commit(); }
 template <int pending>
-inline void copies_wait() {}
+inline void copies_wait() { emulator::copies_wait(pending); }
+inline void copies_wait_upto(int pending) { emulator::copies_wait(u32(pending)); }
 
 // Lane 8i + r brings the address of row r of matrix i.
 inline void load_matrices(u32 (&v)[4], const void* row) {

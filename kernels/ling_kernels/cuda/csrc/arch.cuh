@@ -105,6 +105,7 @@ __device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #else
   const char* line = static_cast<const char*>(from);
+#pragma unroll 1
   for (u32 at = 0; at < bytes; at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(line + at) : "memory");
 #endif
 }
@@ -124,6 +125,7 @@ __device__ __forceinline__ void ask_ahead(const Ahead& ahead, u32 block, u32 blo
 #pragma unroll
   for (int range = 0; range < AHEAD; ++range) {
     const u32 bytes = ahead.bytes[range], pieces = (bytes + AHEAD_PIECE - 1) / AHEAD_PIECE;
+#pragma unroll 1
     for (; piece < pieces; piece += WARP * blocks) {
       const u32 from = piece * AHEAD_PIECE, left = bytes - from;
       prefetch_l2(ahead.at[range] + from, left < AHEAD_PIECE ? left : AHEAD_PIECE);
@@ -151,6 +153,15 @@ __device__ __forceinline__ void wait_for_producer() {
 }
 
 __device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The same before the wait, in a short kernel: the next grid's weights are then on their way while this one still waits
+// for its producer. Such a next grid may be two kernels ahead of what has finished: before its wait it touches weights,
+// and of what is settled only what more than two kernels separate from its writer.
+__device__ __forceinline__ void let_next_start_early() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -210,6 +221,17 @@ __device__ __forceinline__ float4 load_settled(const float4* from) {
   return v;
 }
 
+__device__ __forceinline__ float4 load_settled4(const float* from) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ uint4 load_settled16(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+
 // ---- shared memory: copies in the background, matrix fragments --------------------------------------------------
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
@@ -223,6 +245,41 @@ __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_
 template <int pending>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// The same for weights that are read once; first_to_go: they leave L2 before everything else. Otherwise without a policy:
+// one of "evict_normal" is an illegal instruction on sm_90 (seen on an H200, assembler of CUDA 13.0).
+__device__ __forceinline__ void copy_weights(void* to, const void* from, bool first_to_go) {
+  if (first_to_go) {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+                 "l"(from), "l"(policy)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+  }
+}
+// 16 bytes, or zeros where `live` is false.
+__device__ __forceinline__ void copy16_or_zeros(void* to, const void* from, bool live) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(live ? 16 : 0)
+               : "memory");
+}
+// copies_wait for a number that the compiler does not know, the same in all lanes.
+__device__ __forceinline__ void copies_wait_upto(int pending) {
+  switch (pending) {
+    case 0: copies_wait<0>(); break;
+    case 1: copies_wait<1>(); break;
+    case 2: copies_wait<2>(); break;
+    case 3: copies_wait<3>(); break;
+    case 4: copies_wait<4>(); break;
+    case 5: copies_wait<5>(); break;
+    case 6: copies_wait<6>(); break;
+    case 7: copies_wait<7>(); break;
+    case 8: copies_wait<8>(); break;
+    default: copies_wait<9>();
+  }
 }
 
 // Four 8x8 bf16 matrices; lane 8i + r gives the address of row r of matrix i. Lane l receives of each the two

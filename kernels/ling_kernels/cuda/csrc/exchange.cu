@@ -27,16 +27,18 @@ __device__ __forceinline__ RowBest RowBest::of(const u64* best, const u32* bad, 
 
 __device__ __forceinline__ const Mail& mail_at(i64 mail) { return *reinterpret_cast<const Mail*>(mail); }
 
-// Grid: rows. Block: width / 8 threads, rounded up to a warp. x, weight: may be null (see add_and_norm).
+// Grid: rows. Block: width / 8 threads, rounded up to a warp. x, weight: may be null (see add_and_norm). early: let the
+// next kernel start before the wait.
 template <int N>
 __device__ __forceinline__ void exchange_norm(i64 mail, const bf16* partial, const bf16* x, const bf16* weight,
-                                              bf16* x_out, bf16* h, int width, float eps) {
+                                              bf16* x_out, bf16* h, int width, float eps, int early) {
   __shared__ float warps[WARP];
   const int at = threadIdx.x * 8;
   const bool inside = at < width;
   const uint4 w = load_weights(weight + at, inside && weight != nullptr);
+  if (early != 0) let_next_start_early();
   wait_for_producer();
-  let_next_start();
+  if (early == 0) let_next_start();
   const i64 base = i64(blockIdx.x) * width + at;
   Swap<N> swap(mail_at(mail), blockIdx.x);
   const uint4 own = load16(partial + base, inside);
@@ -144,11 +146,13 @@ __device__ __forceinline__ void exchange_rows(i64 mail, const float* part, float
 }
 
 #define FOR_RANKS(N)                                                                                                  \
-  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) exchange_norm_##N(i64 mail, const bf16* partial, const bf16* x, const bf16* weight, \
-                                               bf16* x_out, bf16* h, int width, float eps) {                          \
-    exchange_norm<N>(mail, partial, x, weight, x_out, h, width, eps);                                                 \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                        \
+      exchange_norm_##N(i64 mail, const bf16* partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h,       \
+                        int width, float eps, int early) {                                                            \
+    exchange_norm<N>(mail, partial, x, weight, x_out, h, width, eps, early);                                          \
   }                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) exchange_embed_##N(i64 mail, const i64* ids, const i64* anchor, const i64* length, i64 mask, i64* positions, \
+  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                        \
+      exchange_embed_##N(i64 mail, const i64* ids, const i64* anchor, const i64* length, i64 mask, i64* positions,    \
                          const bf16* table, int first, int count, bf16* x_out, int width) {                           \
     exchange_embed<N>(mail, {ids, anchor, length, mask, positions}, table, first, count, x_out, width);               \
   }                                                                                                                   \
