@@ -59,6 +59,12 @@ Modes = _option("modes")
 FullWidth = _option("full_width")
 Check = _option("check")
 CheckBlocks = _option("check_blocks")
+Host = _option("host")
+Port = _option("port")
+ApiKey = _option("api_key")
+Queue = _option("queue")
+AllowHost = _option("allow_host")
+AllowOrigin = _option("allow_origin")
 
 RARE = ("block", "device", "dtype", "ctx", "threads", "engine", "color", "quiet", "debug")
 
