@@ -54,6 +54,7 @@ class Server:
     host: str = ""
     port: int = 0
     lines: list[str] = field(default_factory=list)
+    _is_read: bool = False
     _seen: threading.Condition = field(default_factory=threading.Condition)
 
     @property
@@ -72,6 +73,7 @@ class Server:
             with self._seen:
                 self.lines.append(line.decode().rstrip("\n"))
                 self._seen.notify_all()
+        self._is_read = True
 
     def wait_line(self, pattern: str, timeout: float = 60) -> re.Match[str]:
         """The first line on stderr that holds the pattern."""
@@ -81,7 +83,8 @@ class Server:
                 found = next((match for line in self.lines if (match := re.search(pattern, line))), None)
                 if found:
                     return found
-                assert time.monotonic() < deadline, f"no line with {pattern!r} in {self.lines}"
+                over = self.process.poll() is not None and self._is_read
+                assert time.monotonic() < deadline and not over, f"no line with {pattern!r} in {self.lines}"
                 self._seen.wait(0.1)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:

@@ -18,7 +18,7 @@ from ling_local.serve.turn import Turn
 from ling_local.serve.wire import Call
 from ling_local.types import Finish, FinishReason, Message, Stats
 
-FIGURES = "ling.figures"  # of the scope: for the log
+FIGURES, LEFT = "ling.figures", "ling.left"  # of the scope: for the log
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -46,8 +46,9 @@ class Answer:
             return
         watcher = asyncio.create_task(_watch(receive, ticket))
         try:
-            with contextlib.suppress(_Left):
-                await (self._stream if self._call.streams else self._whole)(scope, receive, send, ticket)
+            await (self._stream if self._call.streams else self._whole)(scope, receive, send, ticket)
+        except _Left:
+            scope[LEFT] = True
         finally:
             watcher.cancel()
             ticket.cancel.cancel()  # nothing where the answer is over; else its pump ends, and leaves the slot

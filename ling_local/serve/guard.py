@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ling_local.serve.answer import FIGURES, error_response
+from ling_local.serve.answer import FIGURES, LEFT, error_response
 from ling_local.serve.errors import ApiError
 from ling_local.types import Stats
 
@@ -102,7 +102,7 @@ class Guard:
 
 def log_line(scope: Scope, status: int, took_s: float) -> str:
     """`14:03:59 POST /v1/chat/completions 200 0.41 s · 512 in (490 cached) · 64 out · TTFT 21 ms · accept 2.31`."""
-    ended = str(status) if status else "left"
+    ended = "left" if scope.get(LEFT) else str(status)
     parts = [f"{time.strftime('%H:%M:%S')} {scope['method']} {scope['path']} {ended} {took_s:.2f} s"]
     stats = scope.get(FIGURES)
     if isinstance(stats, Stats):

@@ -217,7 +217,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[str, ...]:
             raise bad_request(f"tool {number} is not of type 'function'", "tools")
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise bad_request(f"tool {number} has no name", "tools")
-        if not isinstance(function.get("parameters") or {}, dict):
+        if not isinstance(function.get("parameters", {}), dict | type(None)):
             raise bad_request(f"tool {number}: parameters is not an object", "tools")
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none"):

@@ -43,9 +43,11 @@ def client(ling: Program, write_script: Write) -> Callable[..., Any]:
 
     @contextmanager
     def start(*turns: Any, args: tuple[str, ...] = (), **fields: Any) -> Iterator[tuple[OpenAI, Server]]:
-        with scripted(ling, write_script(*turns, **fields), *args) as server:
-            with OpenAI(base_url=server.url, api_key="any", max_retries=0, timeout=60) as made:
-                yield made, server
+        with (
+            scripted(ling, write_script(*turns, **fields), *args) as server,
+            OpenAI(base_url=server.url, api_key="any", max_retries=0, timeout=60) as made,
+        ):
+            yield made, server
 
     return start
 
