@@ -19,6 +19,16 @@ from typing import Any
 from program import Program
 
 READY = re.compile(r"is ready at http://([0-9.]+|\[[0-9a-f:]+\]):(\d+)/v1")
+THOUGHT = {"control": "</think>"}
+
+
+def tool_call(name: str, *arguments: tuple[str, str], gap: str = "\n") -> list[Any]:
+    """Steps that spell a call as the model does, with its tags as control tokens."""
+    steps: list[Any] = [{"control": "<tool_call>"}, f"{name}\n"]
+    for key, value in arguments:
+        steps += [{"control": "<arg_key>"}, key, {"control": "</arg_key>"}, "\n", {"control": "<arg_value>"}]
+        steps += [{"text": value, "cut": 3}, {"control": "</arg_value>"}, *([gap] * bool(gap))]
+    return [*steps, {"control": "</tool_call>"}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +94,8 @@ class Server:
                 if found:
                     return found
                 over = self.process.poll() is not None and self._is_read
-                assert time.monotonic() < deadline and not over, f"no line with {pattern!r} in {self.lines}"
+                assert not over, f"it ended without a line with {pattern!r}: {self.lines}"
+                assert time.monotonic() < deadline, f"no line with {pattern!r} in {self.lines}"
                 self._seen.wait(0.1)
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:

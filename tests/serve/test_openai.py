@@ -13,10 +13,9 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 
 from program import Program
-from served import Server, scripted
+from served import THOUGHT, Server, scripted, tool_call
 
 Write = Callable[..., Path]
-THOUGHT = {"control": "</think>"}
 HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {
     "type": "function",
@@ -26,15 +25,6 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"path": {"type": "string"}, "mode": {"type": "integer"}}},
     },
 }
-
-
-def tool_call(name: str, *arguments: tuple[str, str], gap: str = "\n") -> list[Any]:
-    """Steps that spell a call as the model does, with its tags as control tokens."""
-    steps: list[Any] = [{"control": "<tool_call>"}, f"{name}\n"]
-    for key, value in arguments:
-        steps += [{"control": "<arg_key>"}, key, {"control": "</arg_key>"}, "\n", {"control": "<arg_value>"}]
-        steps += [{"text": value, "cut": 3}, {"control": "</arg_value>"}, gap]
-    return [*steps, {"control": "</tool_call>"}]
 
 
 @pytest.fixture
