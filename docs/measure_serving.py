@@ -2,18 +2,18 @@
 
     python docs/measure_serving.py [arguments of `ling serve`]
 
-Needs the `openai` package. The client sends no thinking back, as most do not.
+Of an answer only its content is sent back, without the thinking, as most clients do.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-
-from openai import OpenAI
+from urllib.request import Request, urlopen
 
 TEXT = Path(__file__).parents[1] / "ling_local" / "text" / "stops.py"
 QUESTIONS = (
@@ -26,23 +26,23 @@ QUESTIONS = (
 )
 
 
-def ask(client: OpenAI, model: str, messages: list[dict[str, str]]) -> Any:
+def ask(url: str, messages: list[dict[str, str]]) -> dict[str, Any]:
     """One call; the answer."""
-    return client.chat.completions.create(model=model, messages=messages, max_tokens=150, temperature=0)
+    body = json.dumps({"messages": messages, "max_tokens": 150, "temperature": 0}).encode()
+    with urlopen(Request(f"{url}/chat/completions", body, {"Content-Type": "application/json"})) as reply:
+        return json.load(reply)
 
 
-def row(name: str, answer: Any) -> str:
+def row(name: str, answer: dict[str, Any]) -> str:
     """A line of the table."""
-    usage = answer.usage
-    cached = usage.prompt_tokens_details.cached_tokens
-    new = usage.prompt_tokens - cached
-    times = f"{usage.ling['prefill_ms']:.0f} ms | {usage.ling['ttft_ms']:.0f} ms"
-    return f"| {name} | {usage.prompt_tokens} | {cached} | {new} | {times} | {usage.completion_tokens} |"
+    usage = answer["usage"]
+    num, cached = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+    times = f"{usage['ling']['prefill_ms']:.0f} ms | {usage['ling']['ttft_ms']:.0f} ms"
+    return f"| {name} | {num} | {cached} | {num - cached} | {times} | {usage['completion_tokens']} |"
 
 
-def measure(client: OpenAI) -> None:
+def measure(url: str) -> None:
     """The calls of one conversation, and the last one once more where its first word differs."""
-    model = client.models.list().data[0].id
     messages = [
         {"role": "system", "content": f"Answer questions about this file.\n\n{TEXT.read_text(encoding='utf-8')}"}
     ]
@@ -50,18 +50,18 @@ def measure(client: OpenAI) -> None:
     print("| call | prompt tokens | cached | new | prefill | TTFT | tokens made |\n|---|---|---|---|---|---|---|")
     for number, question in enumerate(QUESTIONS, 1):
         messages.append({"role": "user", "content": question})
-        answer = ask(client, model, messages)
+        answer = ask(url, messages)
         print(row(str(number), answer), flush=True)
-        said = answer.choices[0].message
-        messages.append({"role": "assistant", "content": said.content})
-        thoughts.append(said.reasoning_content)
+        said = answer["choices"][0]["message"]
+        messages.append({"role": "assistant", "content": said["content"]})
+        thoughts.append(said.get("reasoning_content", ""))
     messages.pop()
     # Another first word, so that nothing of it is cached; and since the server then knows none of the turns, with the
     # thinking that it would have put back.
     messages[0] = {"role": "system", "content": f"Please a{messages[0]['content'][1:]}"}
     for message, thought in zip(messages[2::2], thoughts, strict=False):
         message["reasoning_content"] = thought
-    print(row(f"{len(QUESTIONS)}, cold", ask(client, model, messages)))
+    print(row(f"{len(QUESTIONS)}, cold", ask(url, messages)))
 
 
 def main() -> None:
@@ -72,8 +72,7 @@ def main() -> None:
         try:
             for line in server.stderr:
                 if found := re.search(r"is ready at (\S+)", line):
-                    with OpenAI(base_url=found[1], api_key="any") as client:
-                        measure(client)
+                    measure(found[1])
                     return
                 print(line, end="", file=sys.stderr)
         finally:

@@ -89,6 +89,19 @@ def _script(folder: Path) -> Path:
     return path
 
 
+def test_the_measurement_shows_what_the_page_says() -> None:
+    """Short of its times, which are another machine's: each call reads a few new tokens, the cold one all of them."""
+    script = ROOT / "docs" / "measure_serving.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, check=True)
+    shown = [line.split("|")[1:5] for line in TEXT.splitlines() if re.match(r"\| \d", line)]
+    measured = [line.split("|")[1:5] for line in done.stdout.splitlines() if re.match(r"\| \d", line)]
+    assert len(measured) == len(shown) == 7
+    for name, num, cached, new in measured[1:-1]:
+        assert int(new) < 40 < int(cached), name
+        assert int(num) == int(cached) + int(new)
+    assert measured[-1][2].strip() == "0"
+
+
 def test_the_ready_line_is_as_the_page_shows_it() -> None:
     shown = re.search(r"```text\n(ling: .*)\n```", TEXT)
     assert shown

@@ -141,19 +141,19 @@ def test_a_client_that_leaves_does_no_harm_to_another(start) -> None:
 def test_a_client_that_does_not_read_does_not_hold_the_slot(start) -> None:
     with start({"steps": [{"text": "x" * 400_000, "cut": 400}]}, ["next"], context=20_000) as server:
         deaf = server.begin(stream=True)
+        data = read_until(deaf, b"role")
         server.wait_health(busy=False)
         assert server.chat().json["choices"][0]["message"]["content"] == "next"
-        data = b""
         while b"[DONE]" not in data[-200:]:
             part = deaf.recv(1 << 20)
             assert part
             data += part
-        assert data.count(b"x" * 400) == 1000
+        assert data.count(b'"' + b"x" * 400 + b'"') == 1000
 
 
 def test_a_long_wait_shows_that_the_connection_lives(start) -> None:
     """Nothing else comes for so long only in a long prefill; 10 s is what it takes."""
-    with start({"steps": ["late"], "prefill_ms": 11_000}) as server:
+    with start({"steps": ["late"], "prefill_ms": 14_000}) as server:
         reply = server.chat(stream=True)
     assert reply.comments == ["working"]
     assert reply.chunks[1]["choices"][0]["delta"]["content"] == "late"
