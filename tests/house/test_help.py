@@ -14,7 +14,7 @@ from ling_local import __version__
 from ling_local.settings import TABLE
 from program import COMMAND, Program
 
-COMMANDS = ("complete", "chat", "bench", "doctor", "models", "config", "help")
+COMMANDS = ("complete", "chat", "serve", "bench", "doctor", "models", "config", "help")
 FAST = (
     ["--help"],
     ["--version"],
@@ -38,6 +38,8 @@ HEAVY = (
     "jinja2",
     "prompt_toolkit",
     "safetensors",
+    "starlette",
+    "uvicorn",
 )
 TESTS = Path(__file__).parents[1]
 
