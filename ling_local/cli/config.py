@@ -26,7 +26,9 @@ def command(
     json: opt.Json = None,
     color: opt.Color = None,
     quiet: opt.Quiet = None,
+    verbose: opt.Verbose = None,
     debug: opt.Debug = None,
+    offline: opt.Offline = None,
 ) -> None:
     """Show every setting and where its value comes from."""
     settings, output = opt.open_settings(context)

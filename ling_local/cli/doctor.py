@@ -24,7 +24,9 @@ def command(
     json: opt.Json = None,
     color: opt.Color = None,
     quiet: opt.Quiet = None,
+    verbose: opt.Verbose = None,
     debug: opt.Debug = None,
+    offline: opt.Offline = None,
 ) -> bool:
     """Check this machine and say what to repair."""
     output = context.obj

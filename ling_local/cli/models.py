@@ -31,6 +31,7 @@ def command(
     json: opt.Json = None,
     color: opt.Color = None,
     quiet: opt.Quiet = None,
+    verbose: opt.Verbose = None,
     debug: opt.Debug = None,
 ) -> None:
     """List the models on this machine, and say which ones are incomplete."""

@@ -13,6 +13,7 @@ from torch import Tensor
 import ling_kernels
 from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, Ops
 from ling_local.engine.capture import CapturedStep
+from ling_local.engine.checkpoint import model_name
 from ling_local.engine.config import load_model_config
 from ling_local.engine.drafter import Drafter
 from ling_local.engine.drafts import open_drafter
@@ -111,7 +112,7 @@ class NativeEngine:
             free, _ = torch.cuda.mem_get_info(device)
             limit = fitting_context(weights, drafter, limit, free, asked=context > 0)
         info = EngineInfo(
-            model=folder.resolve().name,
+            model=model_name(folder),
             dtype=dtype,
             device=device,
             context_limit=limit,
