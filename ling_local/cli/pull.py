@@ -105,19 +105,20 @@ def _fetch(name: str, settings: Settings, output: Output) -> None:
 
     found = pull.plan(name, settings["revision"])
     _announce(found, output)
-    started, received, last = time.monotonic(), 0, None
+    started, received, last, waited = time.monotonic(), 0, None, []
 
     def waiting() -> None:
+        waited.append(True)
         output.note("ling: another pull of this model is under way; waiting for it")
 
     with found.store.lock(waiting):
-        found = pull.plan(name, found.listing.commit) if found.missing else found  # the other one may have done it
+        if waited:
+            found = pull.plan(name, settings["revision"])  # the other one has done most of it
         meter = _Meter(output)
         with _kept(name, found, meter), closing(pull.run(found, verify=settings["verify"])) as steps:
             for last in steps:
                 meter.show(last)
                 received = max(received, last.received_bytes)
-        found.store.set_ref(settings["revision"], found.listing.commit)
         drafts = pull.link_draft(found.listing.repo)
     output.clear_progress()
     seconds = time.monotonic() - started

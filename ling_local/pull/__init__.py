@@ -30,7 +30,7 @@ NUM_WORKERS = 4
 POLL_S = 0.1
 _GRACE_S = 2.0
 _SPARE_BYTES = 1 << 20
-_SMALL_BYTES = 1 << 24
+WEIGHTS = ".safetensors"
 _READ = 1 << 22
 _SEE = "`ling models --all` lists what can be fetched."
 
@@ -60,9 +60,9 @@ class Plan:
 
     @property
     def missing(self) -> tuple[RemoteFile, ...]:
-        """The files to fetch, small ones first, then the largest."""
+        """The files to fetch: what describes the model first, so that a part of it can be told; then the largest."""
         wanted = [file for file in self.listing.files if file.name not in self.here]
-        return tuple(sorted(wanted, key=lambda file: (file.size > _SMALL_BYTES, -file.size)))
+        return tuple(sorted(wanted, key=lambda file: (file.name.endswith(WEIGHTS), -file.size)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _check_kind(found: Plan) -> None:
         raise ModelError(
             f"{repo} has no config.json: it is no model in the published layout", "See `ling models --all`."
         )
-    if not any(file.name.endswith(".safetensors") for file in found.listing.files):
+    if not any(file.name.endswith(WEIGHTS) for file in found.listing.files):
         raise ModelError(f"{repo} has no weights as *.safetensors", _SEE)
     try:
         data = json.loads(read_small(config))

@@ -21,7 +21,6 @@ from ling_local.errors import DownloadError, LingError, ModelError, UsageError
 NetworkError: type[Exception] = next(c for c in errors.HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
 LISTING_TIMEOUT_S = 15.0
 READ_TIMEOUT_S = 30.0
-_CHUNK = 1 << 20
 _DIGEST = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SUFFIXES = (".safetensors", ".json", ".jinja", ".md", ".txt")
@@ -101,7 +100,7 @@ def pieces_from(file: RemoteFile, start: int) -> Iterator[tuple[int, bytes]]:
             if not again:
                 _check_status(file, response)
                 position = _begin(response, start)
-                for piece in response.iter_bytes(_CHUNK):
+                for piece in response.iter_bytes():
                     yield position, piece
                     position += len(piece)
     except errors.OfflineModeIsEnabled:
