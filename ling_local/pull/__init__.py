@@ -60,9 +60,9 @@ class Plan:
 
     @property
     def missing(self) -> tuple[RemoteFile, ...]:
-        """The files to fetch: what describes the model first, so that a part of it can be told; then the largest."""
+        """The files to fetch, the largest first."""
         wanted = [file for file in self.listing.files if file.name not in self.here]
-        return tuple(sorted(wanted, key=lambda file: (file.name.endswith(WEIGHTS), -file.size)))
+        return tuple(sorted(wanted, key=lambda file: -file.size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,17 +196,19 @@ def run(found: Plan, *, verify: bool = False, waits: tuple[float, ...] = RETRY_W
             if file.name in found.here and size_of(store.pointer(listing.commit, file.name)) != file.size:
                 store.link(listing.commit, file.name, file.digest)
         work = _Work(store, listing.commit, waits, found.finished_bytes, len(found.missing))
-        yield from _transfer(found, work)
+        # what describes the model comes first: then a part of it can be told from a model
+        yield from _transfer(found, work, [file for file in found.missing if not file.name.endswith(WEIGHTS)])
+        yield from _transfer(found, work, [file for file in found.missing if file.name.endswith(WEIGHTS)])
         store.set_ref(found.revision, listing.commit)
     except OSError as error:
         raise disk_error(error, store.folder) from None
     yield work.progress(found)
 
 
-def _transfer(found: Plan, work: _Work) -> Iterator[Progress]:
-    """Run the workers until all files are here or one of them failed."""
+def _transfer(found: Plan, work: _Work, files: list[RemoteFile]) -> Iterator[Progress]:
+    """Run workers until these files are here or one of them failed."""
     jobs: dict[str, list[RemoteFile]] = {}
-    for file in found.missing:
+    for file in files:
         jobs.setdefault(file.digest, []).append(file)
     for job in jobs.values():
         work.jobs.put(job)
@@ -217,8 +219,10 @@ def _transfer(found: Plan, work: _Work) -> Iterator[Progress]:
         while alive := [worker for worker in workers if worker.is_alive()]:
             alive[0].join(POLL_S)
             yield work.progress(found)
-    finally:
+    except BaseException:
         work.stop.set()
+        raise
+    finally:
         for worker in workers:
             if worker.is_alive():
                 worker.join(_GRACE_S / len(workers))
