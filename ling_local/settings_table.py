@@ -236,6 +236,16 @@ ROWS = (
         "Hash the files that are here already, too, and fetch the damaged ones again.",
         kept=False,
     ),
+    Setting(
+        "timeout",
+        "float",
+        60.0,
+        ("--timeout",),
+        "Seconds that torch and the driver may take to answer.",
+        "SECONDS",
+        low=0.1,
+        kept=False,
+    ),
     Setting("all", "bool", False, ("--all", "-a"), "List what can be fetched, too.", kept=False),
     Setting(
         "format",

@@ -14,7 +14,7 @@ from ling_local import __version__
 from ling_local.settings import TABLE
 from program import COMMAND, Program
 
-COMMANDS = ("complete", "chat", "bench", "doctor", "models", "config", "help")
+COMMANDS = ("complete", "chat", "bench", "doctor", "models", "pull", "config", "help")
 FAST = (
     ["--help"],
     ["--version"],
