@@ -113,7 +113,7 @@ def resolve(
     environ = os.environ if environ is None else environ
     layer = _Layer()
     for name, value in (flags or {}).items():
-        if name in TABLE and value is not None and value != []:
+        if name in TABLE and value is not None and value not in ([], ()):  # a list flag that was not given is empty
             layer.put(name, _from_flag(TABLE[name], value), f"flag {TABLE[name].flag}")
     _read_environment(layer, environ)
     _read_file(layer, file or paths.config_file())

@@ -42,6 +42,7 @@ class Hub:
     repos: dict[str, Path] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     faults: dict[str, list[Fault]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)  # what the listing says instead of the truth
     ranges: bool = True
     bytes_per_s: float = 0.0
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # (method, path, Range)
@@ -134,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         rows: list[dict[str, Any]] = []
         for name, file in self.hub.files(repo).items():
-            size, oid = file.stat().st_size, digest(file)
+            size, oid = self.hub.sizes.get(name, file.stat().st_size), digest(file)
             if kind == "tree":
                 row = {"type": "file", "path": name, "size": size, "oid": oid}
             else:

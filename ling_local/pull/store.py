@@ -7,6 +7,7 @@ a part is found again by any later run and never mistaken for the file.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from ling_local.errors import DownloadError
 
 _PART = re.compile(r"^[0-9a-f]{40}(?:[0-9a-f]{24})?\.incomplete$")
 
@@ -87,9 +90,13 @@ class Store:
 
     @contextmanager
     def lock(self, waiting: Callable[[], None]) -> Iterator[None]:
-        """Hold the repository against other pulls; waiting is called once if one is under way. OSError."""
+        """Hold the repository against other pulls; waiting is called once if one is under way. DownloadError."""
         file = self.cache / ".locks" / self.folder.name / "ling-pull.lock"
-        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        except OSError as error:
+            raise disk_error(error, file) from None
         with open(file, "a", encoding="ascii") as held:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,6 +104,12 @@ class Store:
                 waiting()
                 fcntl.flock(held, fcntl.LOCK_EX)
             yield
+
+
+def disk_error(error: OSError, place: Path) -> DownloadError:
+    """What the disk refused, in our words."""
+    what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+    return DownloadError(f"cannot write to {place.parent}: {what}", "Make room there, or set HF_HOME to another disk.")
 
 
 def size_of(path: Path) -> int | None:

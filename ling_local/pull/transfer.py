@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import threading
@@ -10,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ling_local.errors import DownloadError
 from ling_local.pull.remote import Broken, RemoteFile, pieces_from, unreachable
+from ling_local.pull.store import disk_error
 
 # A pull of a night outlives a router that starts again; counted from the last byte that came.
 RETRY_WAITS_S = (0.2, 1.0, 3.0, 10.0, 30.0, 60.0)
@@ -62,12 +61,6 @@ def fetch(
             os.fsync(target.fileno())
     except OSError as error:
         raise disk_error(error, part) from None
-
-
-def disk_error(error: OSError, place: Path) -> DownloadError:
-    """What the disk refused, in our words."""
-    what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-    return DownloadError(f"cannot write to {place.parent}: {what}", "Make room there, or set HF_HOME to another disk.")
 
 
 class _Part:

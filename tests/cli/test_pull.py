@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hub_server import LARGE, Hub, digest, serve
-from program import ESC, Program, Result, seen, watch
+from program import COMMAND, ESC, Program, Result, seen, watch
 
 TINY = "inclusionAI/Ling-3.0-tiny"
 FLASH = "inclusionAI/Ling-3.0-flash"
@@ -351,6 +351,37 @@ def test_a_hub_that_cannot_be_reached_is_one_line(ling: Program) -> None:
     assert done.err.count("\n") == 1
     assert "nothing comes from http://127.0.0.1:9" in done.err
     assert done.json["error"]["kind"] == "DownloadError"
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(ling: Program, hub: Hub, pull: Pull) -> None:
+    hub.sizes[SECOND] = 10**16
+    done = pull("tiny")
+    assert (done.code, done.out) == (1, b"")
+    assert "needs 10000000.0 GB more in" in done.err
+    assert " are free there" in done.err
+    assert not (ling.home / ".cache").exists()
+    assert hub.starts(FIRST) == []
+
+
+def test_a_disk_that_fills_up_midway_keeps_the_part(ling: Program, hub: Hub) -> None:
+    env = ling.environment({"HF_ENDPOINT": hub.url})
+    script = f"ulimit -f 250; exec {' '.join(COMMAND)} pull tiny"  # no file of more than 250 KiB
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "cannot write to " in done.stderr
+    assert "File too large" in done.stderr
+    assert "goes on from there" in done.stderr
+    assert 0 < max(part.stat().st_size for part in parts(ling)) <= 256_000
+    assert ling("pull", "tiny", env={"HF_ENDPOINT": hub.url}).code == 0
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(ling: Program, hub: Hub, pull: Pull) -> None:
+    place = ling.home / "cache"
+    place.write_text("a file where the cache should be")
+    done = pull("tiny", env={"HF_HUB_CACHE": str(place)})
+    assert done.code == 1
+    assert f"cannot write to {place}" in done.err
+    assert "Traceback" not in done.err
 
 
 def test_a_folder_of_ones_own_is_checked_not_fetched(hub: Hub, pull: Pull, tmp_path: Path) -> None:
