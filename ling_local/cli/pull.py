@@ -105,28 +105,19 @@ def _fetch(name: str, settings: Settings, output: Output) -> None:
 
     found = pull.plan(name, settings["revision"])
     _announce(found, output)
-    started, received, last, waited = time.monotonic(), 0, None, []
-
-    def waiting() -> None:
-        waited.append(True)
-        output.note("ling: another pull of this model is under way; waiting for it")
-
-    with found.store.lock(waiting):
-        if waited:
-            found = pull.plan(name, settings["revision"])  # the other one has done most of it
-        meter = _Meter(output)
-        with _kept(name, found, meter), closing(pull.run(found, verify=settings["verify"])) as steps:
-            for last in steps:
-                meter.show(last)
-                received = max(received, last.received_bytes)
-        drafts = pull.link_draft(found.listing.repo)
-    output.clear_progress()
+    started, received = time.monotonic(), 0
+    if settings["verify"] or not found.settled:
+        found, received = _transfer(name, settings, output, found)
     seconds = time.monotonic() - started
-    if last is not None and (received or settings["verify"]):
+    if received or settings["verify"]:
         what = "fetched" if received else "checked"
-        output.note(
-            f"ling: {what} in {_clock(seconds)}: {len(found.listing.files)} files, sizes and hashes are right", "dim"
-        )
+        files = len(found.listing.files)
+        output.note(f"ling: {what} in {_clock(seconds)}: {files} files, sizes and hashes are right", "dim")
+    try:
+        drafts = pull.link_draft(found.listing.repo)
+    except DownloadError as error:  # a cache that others own can be read all the same
+        output.warn(error.message)
+        drafts = ""
     if drafts:
         output.note(f"ling: {drafts}", "dim")
     problem = hub.check_folder(found.folder)
@@ -140,6 +131,27 @@ def _fetch(name: str, settings: Settings, output: Output) -> None:
         "seconds": round(seconds, 3),
     }
     _answer(output, found.listing.repo, found.folder, facts)
+
+
+def _transfer(name: str, settings: Settings, output: Output, found: Plan) -> tuple[Plan, int]:
+    """Do what is left to do, alone; the plan that was carried out, and the bytes that came."""
+    from ling_local import pull
+
+    meter, received, waited = _Meter(output), 0, []
+
+    def waiting() -> None:
+        waited.append(True)
+        output.note("ling: another pull of this model is under way; waiting for it")
+
+    with found.store.lock(waiting):
+        if waited:
+            found = pull.plan(name, settings["revision"])  # the other one has done most of it
+        with _kept(name, found, meter), closing(pull.run(found, verify=settings["verify"])) as steps:
+            for step in steps:
+                meter.show(step)
+                received = max(received, step.received_bytes)
+    output.clear_progress()
+    return found, received
 
 
 def _answer(output: Output, name: str, folder: Path, facts: dict[str, str | int | float]) -> None:

@@ -59,6 +59,13 @@ class Plan:
         return sum(file.size for file in self.listing.files if file.name in self.here)
 
     @property
+    def settled(self) -> bool:
+        """Nothing is left to do, not even a name to give; so nothing has to be written."""
+        commit, store = self.listing.commit, self.store
+        named = all(size_of(store.pointer(commit, file.name)) == file.size for file in self.listing.files)
+        return named and commit in (self.revision, store.commit_of(self.revision))
+
+    @property
     def missing(self) -> tuple[RemoteFile, ...]:
         """The files to fetch, the largest first."""
         wanted = [file for file in self.listing.files if file.name not in self.here]

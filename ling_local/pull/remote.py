@@ -182,4 +182,5 @@ def offline(what: str, why: str) -> DownloadError:
 
 def reason(error: BaseException) -> str:
     """An exception of the network as a phrase."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].partition(" (")[0]

@@ -115,9 +115,10 @@ def _fill(part: _Part, note: Callable[[str], None], waits: tuple[float, ...]) ->
             why = str(broken)
         if part.length == part.file.size:
             return
-        tries = 0 if part.length > before else tries + 1
+        tries = 0 if part.length > before else tries
         if tries >= len(waits):
             raise unreachable(part.file.name, why)
         note(f"{part.file.name}: {why}; going on from {100 * part.length // part.file.size} %")
         if part.stop.wait(waits[tries]):
             raise Stopped
+        tries += 1

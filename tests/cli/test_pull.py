@@ -384,6 +384,16 @@ def test_a_cache_that_cannot_be_written_is_one_line(ling: Program, hub: Hub, pul
     assert "Traceback" not in done.err
 
 
+def test_a_whole_model_needs_no_writing(ling: Program, hub: Hub, pull: Pull) -> None:
+    first = pull("tiny")
+    before = {file: file.lstat().st_mtime_ns for file in (ling.home / ".cache").rglob("*")}
+    shutil.rmtree(ling.home / ".cache/huggingface/hub/.locks")
+    assert pull("tiny").out == first.out
+    after = {file: file.lstat().st_mtime_ns for file in (ling.home / ".cache").rglob("*")}
+    assert {file for file in after if before.get(file) != after[file]} == {ling.home / ".cache/huggingface/hub"}
+    assert not (ling.home / ".cache/huggingface/hub/.locks").exists()
+
+
 def test_a_folder_of_ones_own_is_checked_not_fetched(hub: Hub, pull: Pull, tmp_path: Path) -> None:
     folder = tmp_path / "a b 張"
     shutil.copytree(GOLDEN, folder)
