@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ling_local.engine.checkpoint import check_files
+from ling_local.engine.checkpoint import check_files, model_name
 from ling_local.engine.config import ModelConfig, load_model_config
 from ling_local.engine.drafter import Drafter
 from ling_local.engine.drafts import open_drafter
@@ -60,7 +60,7 @@ class FolderSource:
         self.folder = Path(path)
         self.shard = shard
         self.config = load_model_config(self.folder)
-        self.name = self.folder.resolve().name
+        self.name = model_name(self.folder)
 
     @property
     def vocab(self) -> int:
