@@ -50,6 +50,7 @@ struct Warp {
 struct Thread {
   Dim index;
   u32 lane, meetings, barriers, waits;
+  u32 named[16];  // named barriers that it has met
   Warp* warp;
 };
 
@@ -66,6 +67,11 @@ void fail(const char* why);
 void copy(void* to, const void* from, u32 bytes);  // to 16 bytes; those that are not given are zero
 void commit();                                      // copies so far are a group
 void copies_wait(u32 pending);                      // for all but the youngest groups
+void ring_init(u64* barrier, u32 arrivals);
+void ring_arrive(u64* barrier);
+void ring_wait(u64* barrier, u32 parity);
+void ring_send(u64* barrier, void* to, const void* from, u32 bytes);  // lands when the barrier is waited for
+void named_barrier(u32 id, u32 count);
 
 // Bring a value; then those of all lanes of this meeting may be read, until the next meeting but one.
 template <class T>
@@ -300,6 +306,18 @@ inline void copies_commit() { emulator::commit(); }
 template <int pending>
 inline void copies_wait() { emulator::copies_wait(pending); }
 inline void copies_wait_upto(int pending) { emulator::copies_wait(u32(pending)); }
+
+constexpr u32 FULL_ARRIVALS = WARP;
+inline void barrier_init(u64* barrier, u32 arrivals) { emulator::ring_init(barrier, arrivals); }
+inline void barriers_ready() {}
+inline void barrier_arrive(u64* barrier) { emulator::ring_arrive(barrier); }
+inline void barrier_wait(u64* barrier, u32 parity) { emulator::ring_wait(barrier, parity); }
+inline void send_rows(u64* full, void* to, const void* from, u32 bytes) {
+  emulator::meet(ALL);
+  if (bytes) emulator::ring_send(full, to, from, bytes);
+  emulator::ring_arrive(full);
+}
+inline void named_barrier(int id, int count) { emulator::named_barrier(u32(id), u32(count)); }
 
 // Lane 8i + r brings the address of row r of matrix i.
 inline void load_matrices(u32 (&v)[4], const void* row) {

@@ -282,6 +282,88 @@ __device__ __forceinline__ void copies_wait_upto(int pending) {
   }
 }
 
+// ---- shared memory: a ring that one warp fills and others empty -----------------------------------------------------
+// A stage of the ring has two barriers: `full` completes when what was sent has landed, `empty` when all consumers have
+// read it. Both count phases; a wait names the parity of the phase that must have completed. The first phase has parity
+// 0, and of a fresh barrier the phase before it (parity 1) counts as completed: so a producer waits for the n-th emptying
+// of a stage with parity (n - 1) & 1, starting at n = 0, and a consumer for the n-th filling with parity n & 1.
+
+// How many arrivals complete a `full` barrier whose phases send_rows fills.
+#if __CUDA_ARCH__ >= 900
+constexpr u32 FULL_ARRIVALS = 1;
+#else
+constexpr u32 FULL_ARRIVALS = WARP;
+#endif
+
+// By one thread; barriers_ready after the last, then a block barrier before anybody uses one.
+__device__ __forceinline__ void barrier_init(u64* barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barriers_ready() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Until the phase of this parity has completed; what was sent for it, or done before the arrivals, is then visible.
+__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
+  const u32 at = shared_address(barrier);
+  u32 done;
+  do {
+    asm volatile(
+        "{ .reg .pred p;\n"
+#if __CUDA_ARCH__ >= 900
+        "  mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
+#else
+        "  mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#endif
+        "  selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(at), "r"(parity)
+        : "memory");
+  } while (done == 0);
+}
+
+// By all lanes of one warp: each sends `bytes` (none where 0) from global memory that no kernel writes to shared memory;
+// addresses and sizes are multiples of 16. All of it completes one phase of `full`.
+__device__ __forceinline__ void send_rows(u64* full, void* to, const void* from, u32 bytes) {
+  const u32 barrier = shared_address(full), place = shared_address(to);
+#if __CUDA_ARCH__ >= 900
+  const u32 total = __reduce_add_sync(ALL, bytes);
+  if (threadIdx.x % WARP == 0) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(total)
+                 : "memory");
+  }
+  __syncwarp();
+  if (bytes != 0) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(place),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+  }
+#else
+#pragma unroll 1
+  for (u32 senders = __ballot_sync(ALL, bytes != 0); senders != 0; senders &= senders - 1) {
+    const int sender = __ffs(senders) - 1;  // its bytes are copied by the whole warp
+    const u32 size = __shfl_sync(ALL, bytes, sender), start = __shfl_sync(ALL, place, sender);
+    const u64 source = __shfl_sync(ALL, reinterpret_cast<u64>(from), sender);
+#pragma unroll 1
+    for (u32 at = threadIdx.x % WARP * 16; at < size; at += WARP * 16) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(start + at), "l"(source + at) : "memory");
+    }
+  }
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
+// A barrier of `count` threads (full warps) of a block. id: 1 to 15; 0 is __syncthreads'.
+__device__ __forceinline__ void named_barrier(int id, int count) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
+
 // Four 8x8 bf16 matrices; lane 8i + r gives the address of row r of matrix i. Lane l receives of each the two
 // elements (2 (l % 4), +1) of row l / 4, transposed: rows 2 (l % 4), +1 of column l / 4.
 __device__ __forceinline__ void load_matrices(u32 (&v)[4], const void* row) {
