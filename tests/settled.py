@@ -24,6 +24,8 @@ SETTLED = {
     "experts_gate_up_16": (0,),
     "experts_down_8": (3, 5),
     "experts_down_16": (3, 5),
+    "experts_down_tall_8": (3, 5),
+    "experts_down_tall_16": (3, 5),
 }
 
 

@@ -27,10 +27,11 @@ LAYERS = 12
 VARIANTS: dict[str, dict[str, object]] = {
     "as it is": {},
     "a kernel of its own selects": {"select_apart": True},
-    "experts' weights leave L2 first": {"first_to_go": True},
-    "gate_up 2 batches deep": {"gate_depth": 2},
-    "gate_up 6 batches deep": {"gate_depth": 6},
-    "down 3 batches deep": {"down_depth": 3},
+    "gate_up 3 stages deep": {"gate_depth": 3},
+    "gate_up 4 stages deep": {"gate_depth": 4},
+    "gate_up 7 stages deep": {"gate_depth": 7},
+    "down 4 stages deep": {"down_depth": 4},
+    "down 16 stages deep": {"down_depth": 16},
     "no room beside gate_up": {"whole_shared": False},
     "launches one after another": {"pdl": False},
 }

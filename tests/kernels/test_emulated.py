@@ -12,8 +12,8 @@ import torch
 import device_checks as checks
 from device_checks import Place
 from emulator import ORDERS
-from ling_kernels.cuda import tiles
 from ling_kernels.cuda.dense import DenseOps, Gated
+from ling_kernels.cuda.expert_memory import PLAN_BYTES, expert_memory
 from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, Routing
 from settled import SettledDevice
 
@@ -104,12 +104,7 @@ def test_experts(place: Place, inner: int, shared: int, limit: float) -> None:
 
 def variants_of(make: Callable[[], DenseOps]) -> list[DenseOps]:
     """Ops with each switch of the experts thrown."""
-    switches = (
-        {"select_apart": True},
-        {"ahead_in_down": False},
-        {"first_to_go": True},
-        {"gate_depth": 1, "down_depth": 1},
-    )
+    switches = ({"select_apart": True}, {"gate_depth": 1, "down_depth": 1}, {"gate_depth": 2, "down_depth": 3})
     made = []
     for switch in switches:
         made.append(make())
@@ -131,12 +126,20 @@ def test_tokens_that_do_not_fit_into_shared_memory_are_read_from_memory(
     x, rows = place.rand(ROW_TILE, 136, seed=50), 16
     routing = place.ops.route(x, params, rows)
     want = place.ops.experts(x, routing, params, rows)[:rows].clone()
-    little = replace(device.properties, shared_bytes=tiles.PLAN_BYTES + 24 * 1024)
-    warps = tiles.warps_of((136,))
-    needed = [tiles.expert_memory(p, warps, 1, 136, 16, rows, (4, 10)) for p in (device.properties, little)]
+    little = replace(device.properties, shared_bytes=PLAN_BYTES + 40 * 1024)
+    needed = [expert_memory(p, 136, 24, 16, rows, 4, (5, 12)) for p in (device.properties, little)]
     assert [memory.local for memory in needed] == [True, False]
     monkeypatch.setattr(device, "properties", little)
     checks.assert_bits(place.ops.experts(x, routing, params, rows)[:rows], want, "experts")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9, 16])
+def test_blocks_of_many_rows_and_rows_of_many_stages(device: SettledDevice, place: Place, rows: int) -> None:
+    """Three multiprocessors: 28 rows of 80 a block of down. 1,544 values are four stages, 520 more than a warp's turn."""
+    params = checks.moe_params(place, 16, 80, 520, 4, 4, 0.0, 264)
+    checks.check_experts(place, params, rows)
+    assert device.launched[-1] == f"experts_down_tall_{8 if rows <= 8 else 16}"
+    checks.check_experts(place, checks.moe_params(place, 16, 1544, 8, 4, 4), rows)
 
 
 def test_a_hint_is_asked_for_once_and_changes_nothing(device: SettledDevice, place: Place) -> None:

@@ -21,7 +21,7 @@ EARLY = {
     "router": ("router",),
 }
 WIDE = re.compile(r"LDG\S*\.128")
-COPY = re.compile(r"LDGSTS\S*\.128")
+COPY = re.compile(r"UBLKCP")
 LOADS = 8
 TOGETHER = 3  # loads that are sent after it before the first product waits for one
 
@@ -72,12 +72,12 @@ def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path) -> None:
 def test_the_experts_rings_are_filled_before_the_wait(arch: str, tmp_path: Path) -> None:
     """gate_up multiplies its tile of the shared expert before it, down chooses and sends for weights only."""
     kernels = disassembled(compile_unit("moe", arch)[0], tmp_path)
-    for name in ("experts_gate_up", "experts_down"):
+    for name in ("experts_gate_up", "experts_down", "experts_down_tall"):
         for tokens in (8, 16):
             code = kernels[f"{name}_{tokens}"]
             wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
             copies, products = (
                 sum(bool(kind.search(line)) for line in code[:wait]) for kind in (COPY, re.compile("HMMA"))
             )
-            assert copies >= 4, f"{name}_{tokens} on {arch}: {copies} copies before the wait"
+            assert copies >= 1, f"{name}_{tokens} on {arch}: {copies} copies before the wait"
             assert (products > 0) == (name == "experts_gate_up"), f"{name}_{tokens} on {arch}"

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ling_kernels.cuda import dense, experts, tiles
-from ling_kernels.cuda.compile import SOURCES, compile_unit
-from ling_kernels.cuda.driver import Properties
+from ling_kernels.cuda.compile import SOURCES
 
 H200 = 132
 # tiles, width: tiny's in_proj, out_proj, expert gate_up of one row, head, router; flash's on one rank of four
@@ -108,50 +107,5 @@ def test_python_and_cuda_agree_on_constants() -> None:
     assert (constant("CHUNK"), constant("DEPTH"), constant("PITCH")) == (tiles.CHUNK, tiles.DEPTH, tiles.PITCH)
     assert (constant("MAX_EXPERTS"), constant("MAX_CHOSEN")) == (experts.MAX_EXPERTS, experts.MAX_CHOSEN)
     assert constant("MAX_HEADS") == dense.MAX_HEADS
-    for name in ("ROUTER_PARTS", "ROUTER_DEPTH", "BATCH", "PAIRS"):
+    for name in ("ROUTER_PARTS", "ROUTER_DEPTH"):
         assert constant(name) == getattr(tiles, name)
-    assert constant("MOE_THREADS") == 32 * tiles.MOE_WARPS
-
-
-# hidden size, width of an expert: tiny, flash on one and on four ranks, the demo, an odd one
-EXPERTS = [(1536, 512), (2560, 768), (2560, 192), (256, 48), (1544, 136)]
-GPUS = {"H200": (132, 227), "A100": (108, 163), "RTX PRO 6000": (188, 99)}
-
-
-@pytest.mark.parametrize(("width", "inner"), EXPERTS)
-@pytest.mark.parametrize("gpu", GPUS)
-def test_experts_fit_into_shared_memory_and_warps_do_not_depend_on_rows(gpu: str, width: int, inner: int) -> None:
-    num_sms, kilobytes = GPUS[gpu]
-    properties = Properties("sm_90", num_sms, 40 * 2**20, kilobytes * 1024)
-    rows_of_block = tiles.rows_of_down(width, num_sms)
-    assert 1 <= rows_of_block <= 16
-    blocks_per_sm = -(-width // (rows_of_block * num_sms))
-    for rows in range(1, 17):
-        memory = tiles.expert_memory(
-            properties, tiles.warps_of((width,)), tiles.warps_of((inner, inner)), width, rows_of_block, rows, (4, 10)
-        )
-        assert 1 <= memory.gate_depth <= 4
-        assert 1 <= memory.down_depth <= tiles.MOST_BATCHES
-        block = tiles.PLAN_BYTES + tiles.BLOCK_BYTES
-        assert memory.gate_bytes + tiles.PLAN_BYTES <= properties.shared_bytes
-        assert blocks_per_sm * (memory.down_bytes + block) <= properties.shared_bytes + tiles.BLOCK_BYTES
-        if gpu == "H200" and rows <= 9:
-            assert memory.local
-            assert memory.gate_bytes + memory.down_bytes + 2 * block <= properties.shared_bytes + tiles.BLOCK_BYTES
-
-
-def test_a_window_of_tiny_keeps_the_memory_busy() -> None:
-    """Both rings together, and down's alone for the few rows where the way to memory counts most."""
-    properties = Properties("sm_90", H200, 60 * 2**20, 227 * 1024)
-    rows_of_block = tiles.rows_of_down(1536, H200)
-    assert -(-1536 // rows_of_block) > 0.95 * H200
-    for rows, most in ((1, 9), (9, 4)):
-        memory = tiles.expert_memory(properties, 8, 8, 1536, rows_of_block, rows, (4, 10))
-        assert (memory.gate_depth, memory.down_depth) == (4, most)
-
-
-def test_the_few_bytes_that_a_plan_takes_are_what_the_compiler_says() -> None:
-    _, log = compile_unit("moe", "sm_90")
-    taken = [int(found) for found in re.findall(r"(\d+) bytes smem", log)]
-    assert taken
-    assert max(taken) <= tiles.PLAN_BYTES

@@ -7,10 +7,7 @@ last bits; two widths on one GPU may not.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
-
-from ling_kernels.cuda.driver import Properties
 
 CHUNK, DEPTH, PITCH = 32, 4, 20  # as in gemm.cuh
 TALL = 16  # rows that a tile may have
@@ -108,74 +105,11 @@ def _padded(chunks: int, at_once: int) -> int:
     return -(-chunks // at_once) * at_once
 
 
-# ---- router and experts (router.cu, moe.cu) ----
+# ---- router (router.cu) ----
 
-ROUTER_PARTS, ROUTER_DEPTH, BATCH, PAIRS = 2, 4, 2, 8  # as there
-MOE_WARPS = 8  # of a block at most
-MOST_BATCHES = 10  # of a ring: what copies_wait_upto can tell apart
-PLAN_BYTES = 7 * 1024  # shared memory that these kernels have without asking, and more than that
-BLOCK_BYTES = 1024  # what each block on a multiprocessor costs beside what it asks for
-# 8 warps with these chunks on their way are the 64 KB for each multiprocessor that cover the way to memory
-FEW_BATCHES = 4
+ROUTER_PARTS, ROUTER_DEPTH = 2, 4  # as there
 
 
 def warps_for_router(width: int) -> int:
     """As many as it takes that all chunks of a part of K are on their way at once."""
     return min(MAX_WARPS, -(-num_chunks(width) // (ROUTER_PARTS * ROUTER_DEPTH)))
-
-
-def warps_of(widths: tuple[int, ...]) -> int:
-    """Warps that share the K of matrices of these widths: chunks divided evenly, then as many as there may be."""
-    chunks = [num_chunks(width) for width in widths]
-
-    def cost(warps: int) -> tuple[int, int]:
-        return sum(_padded(count, warps) for count in chunks), -warps
-
-    return min(range(1, min(MOE_WARPS, max(chunks)) + 1), key=cost)
-
-
-def rows_of_down(width: int, num_sms: int) -> int:
-    """Rows of a block, at most 16, so that every multiprocessor has the same number of blocks, as nearly as may be."""
-    blocks_per_sm = -(-width // (16 * num_sms))
-    return -(-width // (blocks_per_sm * num_sms))
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertMemory:
-    """Rings of gate_up and down, in batches, and their shared memory; local: gate_up keeps its tokens there."""
-
-    gate_depth: int
-    gate_bytes: int
-    local: bool
-    down_depth: int
-    down_bytes: int
-
-
-def expert_memory(
-    properties: Properties,
-    gate_warps: int,
-    down_warps: int,
-    width: int,
-    down_rows: int,
-    rows: int,
-    most: tuple[int, int],
-) -> ExpertMemory:
-    """Shared memory of the experts' kernels for `rows` live rows, so that a block of each has room beside the other.
-
-    Depths change no bit; most: of gate_up and down.
-    """
-    limit = properties.shared_bytes - PLAN_BYTES
-    batch = gate_warps * BATCH * CHUNK_BYTES
-    fixed, tokens = sums_bytes(gate_warps, rows), rows * (_padded(width, 64) + 32) * 2
-    gate_depth = max(1, min(most[0], (limit - fixed) // batch))
-    local = fixed + gate_depth * batch + tokens <= limit
-    gate = fixed + gate_depth * batch + (tokens if local else 0)
-
-    batch = down_warps * BATCH * (down_rows + rows) * CHUNK * 2
-    fixed = sums_bytes(down_warps, rows, 1)
-    beside = limit - gate - PLAN_BYTES - BLOCK_BYTES - fixed  # gate_up
-    blocks_per_sm = -(-width // (down_rows * properties.num_sms))
-    alone = (limit - (blocks_per_sm - 1) * (PLAN_BYTES + BLOCK_BYTES)) // blocks_per_sm - fixed
-    depth = beside // batch if beside >= 2 * batch else FEW_BATCHES
-    down_depth = max(1, min(most[1], MOST_BATCHES, depth, alone // batch))
-    return ExpertMemory(gate_depth, gate, local, down_depth, fixed + down_depth * batch)

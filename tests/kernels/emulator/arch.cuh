@@ -300,12 +300,9 @@ inline u32 ordered(float x) {
 
 // Copies in the background: emulator::copy does them at once or, in other orders, when they are waited for.
 inline void copy16(void* to, const void* from) { emulator::copy(to, from, 16); }
-inline void copy_weights(void* to, const void* from, bool) { emulator::copy(to, from, 16); }
-inline void copy16_or_zeros(void* to, const void* from, bool live) { emulator::copy(to, from, live ? 16 : 0); }
 inline void copies_commit() { emulator::commit(); }
 template <int pending>
 inline void copies_wait() { emulator::copies_wait(pending); }
-inline void copies_wait_upto(int pending) { emulator::copies_wait(u32(pending)); }
 
 constexpr u32 FULL_ARRIVALS = WARP;
 inline void barrier_init(u64* barrier, u32 arrivals) { emulator::ring_init(barrier, arrivals); }

@@ -247,41 +247,6 @@ __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// The same for weights that are read once; first_to_go: they leave L2 before everything else. Otherwise without a policy:
-// one of "evict_normal" is an illegal instruction on sm_90 (seen on an H200, assembler of CUDA 13.0).
-__device__ __forceinline__ void copy_weights(void* to, const void* from, bool first_to_go) {
-  if (first_to_go) {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-                 "l"(from), "l"(policy)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-  }
-}
-// 16 bytes, or zeros where `live` is false.
-__device__ __forceinline__ void copy16_or_zeros(void* to, const void* from, bool live) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(live ? 16 : 0)
-               : "memory");
-}
-// copies_wait for a number that the compiler does not know, the same in all lanes.
-__device__ __forceinline__ void copies_wait_upto(int pending) {
-  switch (pending) {
-    case 0: copies_wait<0>(); break;
-    case 1: copies_wait<1>(); break;
-    case 2: copies_wait<2>(); break;
-    case 3: copies_wait<3>(); break;
-    case 4: copies_wait<4>(); break;
-    case 5: copies_wait<5>(); break;
-    case 6: copies_wait<6>(); break;
-    case 7: copies_wait<7>(); break;
-    case 8: copies_wait<8>(); break;
-    default: copies_wait<9>();
-  }
-}
-
 // ---- shared memory: a ring that one warp fills and others empty -----------------------------------------------------
 // A stage of the ring has two barriers: `full` completes when what was sent has landed, `empty` when all consumers have
 // read it. Both count phases; a wait names the parity of the phase that must have completed. The first phase has parity
