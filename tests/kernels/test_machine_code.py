@@ -17,7 +17,6 @@ from ling_kernels.cuda.compile import compile_unit
 
 # 16-byte loads of a thread that stand before the wait: DEPTH chunks of two weight rows
 EARLY = {
-    "gemm": ("linear", "linear_normed", "mlp_gate_up", "head"),
     "router": ("router",),
 }
 WIDE = re.compile(r"LDG\S*\.128")
@@ -54,6 +53,24 @@ def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: P
             )
             assert early == LOADS, f"{name}_{tokens} on {arch}: {early} loads before the wait"
             assert together >= TOGETHER, f"{name}_{tokens} on {arch}: {together} loads before the first product"
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+def test_a_stream_fills_its_ring_before_the_wait(arch: str, tmp_path: Path) -> None:
+    """The producer's row goes off before its wait, or its wait stands in the loop that sends; the consumers' products
+    come after theirs, and two blocks with room for a small kernel fit into the registers."""
+    cubin, log = compile_unit("gemm", arch)
+    kernels = disassembled(cubin, tmp_path)
+    used = [int(found) for found in re.findall(r"Used (\d+) registers", log)]
+    assert len(used) == 8
+    assert max(used) <= 96
+    for name in ("linear", "linear_normed", "mlp_gate_up", "head"):
+        for tokens in (8, 16):
+            code = kernels[f"{name}_{tokens}"]
+            assert sum("UBLKCP" in line for line in code) >= 1, f"{name}_{tokens} on {arch} sends nothing in bulk"
+            assert sum("ACQBULK" in line for line in code) >= 2, f"{name}_{tokens} on {arch}: one wait for all warps"
+            product = next(i for i, line in enumerate(code) if "HMMA" in line)
+            assert any("LDS.128" in line for line in code[:product]), f"{name}_{tokens} on {arch}"
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
