@@ -116,7 +116,7 @@ class Device:
     def _function(self, name: str, shared: int) -> object:
         if name not in self._functions:
             self._functions[name] = self._find(name)
-            if self.carveout == "all" or self.carveout == "beside" and name.startswith(BESIDE_EACH_OTHER):
+            if self.carveout == "all" or (self.carveout == "beside" and name.startswith(BESIDE_EACH_OTHER)):
                 self._set(name, "PREFERRED_SHARED_MEMORY_CARVEOUT", 100)
         if shared > self._granted.get(name, 48 * 1024):  # above this a kernel must ask, once for the most it will have
             if shared > self.properties.shared_bytes:

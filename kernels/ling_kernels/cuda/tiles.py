@@ -1,7 +1,7 @@
 """How a matrix is dealt out to blocks and warps, and their shared memory.
 
-A sum over K follows from the width alone (stream.cuh) or from shape and GPU (the router), never from the number of rows:
-a row's bits are its own.
+A sum over K follows from the width alone (stream.cuh) or from shape and GPU (the router), never from the number of
+rows: a row's bits are its own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def stream(
     most: int = MAX_RING,
 ) -> Stream:
     """Deal `count` rows, or pairs of rows, of a matrix out so that every multiprocessor has the same number, as nearly
-    as may be: a multiple of `step`. rows: live ones, on which memory depends but no bit. scaled: heads have factors; most: stages."""
+    as may be: a multiple of `step`. rows: live ones, on which memory depends but no bit. scaled: heads have factors.
+    most: stages of the ring."""
     per = -(-count // properties.num_sms)
     per = -(-per // step) * step
     height = TALL // 2 if paired else TALL

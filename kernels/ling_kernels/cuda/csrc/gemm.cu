@@ -12,10 +12,10 @@ struct Matrix {
   __device__ __forceinline__ int rows() const { return tall; }
   __device__ __forceinline__ int low(int group) const { return min(group, tall - 1); }
   __device__ __forceinline__ int high(int group) const { return min(group + 8, tall - 1); }
-  __device__ __forceinline__ const bf16* row(int tile, int r) const {
-    const int at = tile * tall + r;
-    return r < tall && at < count() ? weight + i64(first() + at) * width : nullptr;
+  __device__ __forceinline__ Run one(int tile) const {
+    return {weight + i64(first() + tile * tall) * width, min(tall, count() - tile * tall), 0};
   }
+  __device__ __forceinline__ Run two(int) const { return {weight, 0, 0}; }
 };
 
 // Pairs of gate and up rows of one dense MLP, in tiles of `tall` pairs, at most 8; otherwise as Matrix.
@@ -29,9 +29,11 @@ struct GateUp {
   __device__ __forceinline__ int rows() const { return 2 * tall; }
   __device__ __forceinline__ int low(int group) const { return min(group, tall - 1); }
   __device__ __forceinline__ int high(int group) const { return tall + min(group, tall - 1); }
-  __device__ __forceinline__ const bf16* row(int tile, int r) const {
-    const int at = tile * tall + r % tall;
-    return r < 2 * tall && at < count() ? weight + (i64(r / tall) * inner + first() + at) * width : nullptr;
+  __device__ __forceinline__ Run one(int tile) const {
+    return {weight + i64(first() + tile * tall) * width, min(tall, count() - tile * tall), 0};
+  }
+  __device__ __forceinline__ Run two(int tile) const {
+    return {weight + (i64(inner) + first() + tile * tall) * width, min(tall, count() - tile * tall), tall};
   }
 };
 

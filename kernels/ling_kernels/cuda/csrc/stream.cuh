@@ -2,7 +2,7 @@
 //
 // A block has eight consumer warps and one producer warp, and at most half of a multiprocessor, so that two kernels live
 // on it at once: while one streams, the next has its ring filled. A stage of the ring is up to 16 weight rows x 512 values
-// of K; each lane of the producer sends one row. The producer fills the ring before it waits for the kernel before, with
+// of K, each row one copy in bulk. The producer fills the ring before it waits for the kernel before, with
 // whatever it may know by then, and goes on as stages become empty.
 //
 // Each consumer has a fixed eighth of a stage's K: 64 values, two chunks of 32. Lane (g, t) takes the 16 bytes at 8t of
@@ -27,7 +27,7 @@ constexpr int SUM_PITCH = 17;            // floats from token to token
 // Two blocks with their rings on a multiprocessor, and registers for a small kernel between them (96 a thread).
 #define STREAM_BOUNDS __launch_bounds__(320, 2)
 
-__device__ __forceinline__ bool is_producer() { return threadIdx.x >= CONSUMER_THREADS; }
+__device__ __forceinline__ bool is_producer() { return uniform(threadIdx.x / WARP) == CONSUMERS; }
 __device__ __forceinline__ int parts_of(int width) { return (width + PART - 1) / PART; }
 
 // A thread's place in its walk around the ring.
@@ -59,26 +59,39 @@ __device__ __forceinline__ Ring open_ring(u8* shared, int depth, int rows) {
   return ring;
 }
 
-// The producer's walk. sent: stages so far; the first `ring.depth` of them wait for nobody.
+// Weight rows one below the other in memory, and in a stage from row `place` on.
+struct Run {
+  const bf16* from;
+  int rows, place;
+};
+
+// The producer's walk, by all its lanes with the same arguments. sent: stages so far; the first `ring.depth` of them wait
+// for nobody.
 struct Producer {
   Ring ring;
   int sent = 0;
 
-  // A stage: this lane's row, if it has one, from `from`, `values` of K.
-  __device__ __forceinline__ void send(const bf16* from, bool has, int values) {
+  // A stage of two runs (the second may have no rows): `values` of K from `k` on, of rows `width` wide.
+  __device__ __forceinline__ void send(const Run& one, const Run& two, int k, int values, int width) {
     barrier_wait(ring.empty(), ring.parity ^ 1);
-    send_rows(ring.full(), ring.place() + threadIdx.x % WARP * STAGE_PITCH, from, has ? u32(values) * 2 : 0u);
+    const u32 bytes = u32(values) * 2;
+    expect_rows(ring.full(), bytes * (one.rows + two.rows));
+    send_rows(ring.full(), ring.place() + one.place * STAGE_PITCH, STAGE_PITCH, one.from + k, i64(width) * 2, bytes,
+              one.rows);
+    send_rows(ring.full(), ring.place() + two.place * STAGE_PITCH, STAGE_PITCH, two.from + k, i64(width) * 2, bytes,
+              two.rows);
+    rows_sent(ring.full());
     ring.advance();
     ++sent;
   }
 
-  // All stages of a tile of rows, `width` wide. before(): called once for each stage before it is sent.
+  // All stages of a tile. before(): called once for each stage before it is sent.
   template <class Before>
-  __device__ __forceinline__ void send_tile(const bf16* row, bool has, int width, Before&& before) {
+  __device__ __forceinline__ void send_tile(const Run& one, const Run& two, int width, Before&& before) {
 #pragma unroll 1
     for (int k = 0; k < width; k += PART) {
       before();
-      send(row + k, has, min(PART, width - k));
+      send(one, two, k, min(PART, width - k), width);
     }
   }
 };
@@ -275,7 +288,7 @@ __device__ __forceinline__ void consume(
 }
 
 // A whole kernel: one matrix product. Source: rows() of a stage, tiles() of this block, low(g) and high(g), the stage's
-// rows of a lane; row(tile, r), row r of a tile or null; width. kept: tokens too wide for registers go to shared memory.
+// rows of a lane; one(tile), two(tile), its runs; width. kept: tokens too wide for registers go to shared memory.
 template <int NT, class Source, class Factor, class Epilogue>
 __device__ __forceinline__ void stream_matrix(
     const Source& source, const bf16* x, int live, int depth, int kept, Factor& factor, Epilogue& epilogue,
@@ -294,8 +307,7 @@ __device__ __forceinline__ void stream_matrix(
     const int tiles = source.tiles();
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
-      const bf16* row = source.row(tile, threadIdx.x % WARP);
-      producer.send_tile(row, row != nullptr, source.width, [&]() {
+      producer.send_tile(source.one(tile), source.two(tile), source.width, [&]() {
         if (!waited && producer.sent == depth) meet();
       });
     }
