@@ -9,6 +9,7 @@ import pytest
 from ling_kernels.cuda import expert_memory as memory
 from ling_kernels.cuda.compile import SOURCES, compile_unit
 from ling_kernels.cuda.driver import Properties
+from ling_kernels.cuda.tiles import BLOCK_BYTES, STREAM_THREADS
 
 H200 = 132
 # hidden size, width of an expert: tiny, flash on one and on four ranks, the demo, an odd one
@@ -22,8 +23,8 @@ def properties_of(gpu: str) -> Properties:
 
 
 def test_python_and_cuda_agree_on_constants() -> None:
-    text = "".join((SOURCES / name).read_text() for name in ("ring.cuh", "gate_up.cuh", "down.cuh", "gemm.cuh"))
-    for name in ("PAIRS", "WORKERS", "SPAN", "MAX_STAGES", "GROUP", "PITCH"):
+    text = "".join((SOURCES / name).read_text() for name in ("gate_up.cuh", "down.cuh"))
+    for name in ("PAIRS", "GROUP"):
         assert int(re.search(rf"\b{name} = (\d+)", text)[1]) == getattr(memory, name)
 
 
@@ -37,14 +38,14 @@ def test_experts_fit_into_shared_memory(gpu: str, width: int, inner: int, rows: 
     made = memory.expert_memory(properties, width, inner, rows_of_block, rows, 8, (5, 12))
     assert made.gate_bytes + memory.PLAN_BYTES <= properties.shared_bytes
     assert made.down_bytes + memory.PLAN_BYTES <= properties.shared_bytes
-    assert made.gate_depth >= (2 if gpu == "RTX PRO 6000" else 4)
+    assert made.gate_depth >= (4 if gpu == "H200" else 2)
     assert made.down_depth >= 2
     assert made.room == 9 * rows or made.room >= 3 * memory.GROUP
     if gpu == "H200":
         assert made.local
-    if gpu == "H200" and rows <= 9:
-        both = made.gate_bytes + made.down_bytes + 2 * (memory.PLAN_BYTES + memory.BLOCK_BYTES)
-        assert both <= properties.shared_bytes + memory.BLOCK_BYTES, "no room for both on a multiprocessor"
+    if gpu == "H200" and rows <= 9 and inner < 768:
+        both = made.gate_bytes + made.down_bytes + 2 * (memory.PLAN_BYTES + BLOCK_BYTES)
+        assert both <= properties.shared_bytes + BLOCK_BYTES, "no room for both on a multiprocessor"
 
 
 @pytest.mark.parametrize(("width", "inner"), [(1536, 512), (2560, 192)])
@@ -72,4 +73,4 @@ def test_two_blocks_fit_into_the_registers_of_a_multiprocessor() -> None:
     assert used
     for registers in used:
         warps = 65536 // (-(-registers // 8) * 8 * 32) // 4 * 4
-        assert warps * 32 >= 2 * memory.RING_THREADS, f"{registers} registers: {warps} warps"
+        assert warps * 32 >= 2 * STREAM_THREADS, f"{registers} registers: {warps} warps"

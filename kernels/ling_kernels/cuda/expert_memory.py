@@ -1,6 +1,6 @@
-"""Shared memory and rows of the experts' kernels (ring.cuh, gate_up.cuh, down.cuh): from shape, GPU and live rows.
+"""Shared memory and rows of the experts' kernels (gate_up.cuh, down.cuh): from shape, GPU and live rows.
 
-Of all this only the rows of down's blocks depend on the GPU alone; depths and rooms change no bit.
+Only the shape decides about bits.
 """
 
 from __future__ import annotations
@@ -8,14 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ling_kernels.cuda.driver import Properties
+from ling_kernels.cuda.tiles import (
+    BLOCK_BYTES,
+    CONSUMERS,
+    MAX_RING,
+    RING_HEAD,
+    STAGE_PITCH,
+    SUM_PITCH,
+    sums_of_stream,
+)
 
-PAIRS, WORKERS, SPAN, MAX_STAGES, GROUP = 8, 8, 512, 16, 8  # as there
-PITCH = 20  # as in gemm.cuh
-RING_THREADS = (WORKERS + 1) * 32
+PAIRS, GROUP = 8, 8  # as there
 TALLEST = 32  # rows of a block of down, two groups of 16
 PLAN_BYTES = 7 * 1024  # shared memory that these kernels have without asking
-BLOCK_BYTES = 1024  # what each block on a multiprocessor costs beside what it asks for
-TILE_BYTES = 2 * PAIRS * (SPAN * 2 + 64)
+TILE_BYTES = 2 * PAIRS * STAGE_PITCH
 ROOM = 3 * GROUP  # rows of slots on their way to a block: one slot's sixteen may lie in three groups
 # Below this a ring cannot hide the way to memory, and there is no use in being beside gate_up.
 LEAST = 24 * 1024
@@ -52,23 +58,19 @@ def expert_memory(
 
     most: stages of gate_up and of down.
     """
-    limit = properties.shared_bytes - PLAN_BYTES
-    fixed, tokens = 2 * _sums(rows), rows * row_bytes(width)
-    local = fixed + tokens + 2 * TILE_BYTES <= limit
-    gate = fixed + (tokens if local else 0)
-    gate_depth = max(1, min(most[0], MAX_STAGES, (limit - gate) // TILE_BYTES))
-    gate += gate_depth * TILE_BYTES
+    limit = properties.shared_bytes - PLAN_BYTES - RING_HEAD
+    gate, tokens = sums_of_stream(rows), rows * (-(-width // 64) * 64 + 32) * 2
+    local = gate + tokens + 2 * TILE_BYTES <= limit
+    gate += tokens if local else 0
+    gate_depth = max(1, min(most[0], MAX_RING, (limit - gate) // TILE_BYTES))
+    gate += RING_HEAD + gate_depth * TILE_BYTES
 
     room = min(rows * (chosen + 1), ROOM)
-    steps = -(-inner // (WORKERS * 32))
-    fixed = -(-down_rows // 16) * _sums(rows) + room * steps * WORKERS * 64
+    steps = -(-inner // (CONSUMERS * 32))
+    down = -(-down_rows // 16) * CONSUMERS * rows * SUM_PITCH * 4 + room * steps * CONSUMERS * 64
     stage = down_rows * row_bytes(inner)
-    beside = limit - gate - PLAN_BYTES - BLOCK_BYTES - fixed
+    beside = limit - gate - PLAN_BYTES - BLOCK_BYTES - down
     if beside < max(LEAST, 2 * stage):
-        beside = limit - fixed
-    down_depth = max(1, min(most[1], MAX_STAGES, beside // stage))
-    return ExpertMemory(gate_depth, gate, local, down_depth, fixed + down_depth * stage, room)
-
-
-def _sums(rows: int) -> int:
-    return WORKERS * rows * PITCH * 4
+        beside = limit - down
+    down_depth = max(1, min(most[1], MAX_RING, beside // stage))
+    return ExpertMemory(gate_depth, gate, local, down_depth, RING_HEAD + down + down_depth * stage, room)

@@ -10,9 +10,9 @@ from torch import Tensor
 from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.checks import check_rows, check_width, named
 from ling_kernels.cuda.driver import Argument, Device
-from ling_kernels.cuda.expert_memory import PAIRS, RING_THREADS, expert_memory, rows_of_down
+from ling_kernels.cuda.expert_memory import PAIRS, expert_memory, rows_of_down
 from ling_kernels.cuda.prefill import prefill_experts
-from ling_kernels.cuda.tiles import ROUTER_PARTS, sums_bytes, warps_for_router
+from ling_kernels.cuda.tiles import ROUTER_PARTS, STREAM_THREADS, sums_bytes, warps_for_router
 from ling_kernels.ops import ROW_TILE, KernelError, MoeParams, Routing
 from ling_kernels.reference import moe as reference
 
@@ -122,11 +122,11 @@ class ExpertOps(AheadOps):
         args = [h, params.shared.gate_up, params.gate_up, *ours.arguments(), mid, shared, inner, pitch]
         args += [float(params.limit), float(params.shared.limit), width, memory.gate_depth, memory.local]
         blocks = max(properties.num_sms, -(-shared // PAIRS))
-        self.device.launch(named("experts_gate_up", rows), blocks, RING_THREADS, args, memory.gate_bytes)
+        self.device.launch(named("experts_gate_up", rows), blocks, STREAM_THREADS, args, memory.gate_bytes)
         args = [mid, params.shared.down, params.down, *ours.arguments(), out, shared, inner, pitch, width, per]
         args += [memory.down_depth, memory.room, self.hint()]
         name = named("experts_down" if per <= ROW_TILE else "experts_down_tall", rows)
-        self.device.launch(name, -(-width // per), RING_THREADS, args, memory.down_bytes)
+        self.device.launch(name, -(-width // per), STREAM_THREADS, args, memory.down_bytes)
         return out
 
     def _listed(self, routing: Routing, params: MoeParams, rows: int) -> WindowRouting:

@@ -34,6 +34,7 @@ struct Copy {
 // One of a ring's barriers: phases, and what lands when the one under way has completed and is waited for.
 struct RingBarrier {
   u32 arrivals, missing, phase;
+  i64 bytes;  // expected and not yet sent
   std::vector<Copy> sent;
 };
 
@@ -176,13 +177,23 @@ static RingBarrier& ring_at(const u64* barrier) {
 
 void ring_init(u64* barrier, u32 arrivals) {
   if (uintptr_t(barrier) & 7) fail("a barrier is not aligned");
-  ring_barriers[barrier] = {arrivals, arrivals, 0, {}};
+  ring_barriers[barrier] = {arrivals, arrivals, 0, 0, {}};
+}
+
+static void settle(RingBarrier& at) {
+  ++progress;
+  if (at.missing == 0 && at.bytes == 0) at.missing = at.arrivals, ++at.phase;
 }
 
 void ring_arrive(u64* barrier) {
   RingBarrier& at = ring_at(barrier);
-  ++progress;
-  if (--at.missing == 0) at.missing = at.arrivals, ++at.phase;
+  if (at.missing-- == 0) fail("a barrier has more arrivals than it was made for");
+  settle(at);
+}
+
+void ring_expect(u64* barrier, u32 bytes) {
+  ring_at(barrier).bytes += bytes;
+  ring_arrive(barrier);
 }
 
 void ring_wait(u64* barrier, u32 parity) {
@@ -198,12 +209,15 @@ void ring_send(u64* barrier, void* to, const void* from, u32 bytes) {
   if ((uintptr_t(to) | uintptr_t(from) | bytes) & 15) fail("a row that is sent is not aligned");
   (void)*static_cast<const volatile u8*>(from);  // a touch: it may be early
   (void)static_cast<const volatile u8*>(from)[bytes - 1];
+  RingBarrier& at = ring_at(barrier);
   if (order == IN_TURN) {
     memcpy(to, from, bytes);
   } else {
     memset(to, 0xff, bytes);  // until it is waited for, it is anything
-    ring_at(barrier).sent.push_back({to, from, bytes, 0});
+    at.sent.push_back({to, from, bytes, 0});
   }
+  at.bytes -= bytes;
+  if (at.missing == 0) settle(at);
 }
 
 void named_barrier(u32 id, u32 count) {

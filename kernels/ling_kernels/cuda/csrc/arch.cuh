@@ -253,7 +253,7 @@ __device__ __forceinline__ void copies_wait() {
 // 0, and of a fresh barrier the phase before it (parity 1) counts as completed: so a producer waits for the n-th emptying
 // of a stage with parity (n - 1) & 1, starting at n = 0, and a consumer for the n-th filling with parity n & 1.
 
-// How many arrivals complete a `full` barrier whose phases send_rows fills.
+// A phase of `full` is filled by one warp: expect_rows, any number of send_rows, rows_sent. How many arrivals that is:
 #if __CUDA_ARCH__ >= 900
 constexpr u32 FULL_ARRIVALS = 1;
 #else
@@ -293,34 +293,57 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
   } while (done == 0);
 }
 
-// By all lanes of one warp: each sends `bytes` (none where 0) from global memory that no kernel writes to shared memory;
-// addresses and sizes are multiples of 16. All of it completes one phase of `full`.
-__device__ __forceinline__ void send_rows(u64* full, void* to, const void* from, u32 bytes) {
-  const u32 barrier = shared_address(full), place = shared_address(to);
+// By all lanes of one warp with the same arguments, which must be so for the compiler's eyes too: made of the kernel's
+// arguments, the block's place and loop counters, or passed through uniform(). Copies in bulk are sent one after another,
+// and where a lane might have a register of its own, each costs a loop over the lanes.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(ALL, x, 0); }
+
+// `bytes` in all will be sent for this phase.
+__device__ __forceinline__ void expect_rows(u64* full, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
-  const u32 total = __reduce_add_sync(ALL, bytes);
-  if (threadIdx.x % WARP == 0) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(total)
-                 : "memory");
-  }
-  __syncwarp();
-  if (bytes != 0) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(place),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
+  asm volatile(
+      "{ .reg .pred p; .reg .b64 state;\n"
+      "  elect.sync _|p, 0xffffffff;\n"
+      "  @p mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(shared_address(full)),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+
+// `rows` times `bytes` from global memory that no kernel writes, `stride` bytes apart, to shared memory, `pitch` bytes
+// apart; all are multiples of 16.
+__device__ __forceinline__ void send_rows(
+    u64* full, void* to, u32 pitch, const void* from, i64 stride, u32 bytes, int rows) {
+  const u32 barrier = shared_address(full), place = shared_address(to);
+  const u64 source = reinterpret_cast<u64>(from);
+#if __CUDA_ARCH__ >= 900
+#pragma unroll 4
+  for (int r = 0; r < rows; ++r) {
+    asm volatile(
+        "{ .reg .pred p;\n"
+        "  elect.sync _|p, 0xffffffff;\n"
+        "  @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3]; }" ::"r"(
+            place + r * pitch),
+        "l"(source + r * stride), "r"(bytes), "r"(barrier)
+        : "memory");
   }
 #else
 #pragma unroll 1
-  for (u32 senders = __ballot_sync(ALL, bytes != 0); senders != 0; senders &= senders - 1) {
-    const int sender = __ffs(senders) - 1;  // its bytes are copied by the whole warp
-    const u32 size = __shfl_sync(ALL, bytes, sender), start = __shfl_sync(ALL, place, sender);
-    const u64 source = __shfl_sync(ALL, reinterpret_cast<u64>(from), sender);
+  for (int r = 0; r < rows; ++r) {
 #pragma unroll 1
-    for (u32 at = threadIdx.x % WARP * 16; at < size; at += WARP * 16) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(start + at), "l"(source + at) : "memory");
+    for (u32 at = threadIdx.x % WARP * 16; at < bytes; at += WARP * 16) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place + r * pitch + at),
+                   "l"(source + r * stride + at)
+                   : "memory");
     }
   }
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
+// After the last of a phase.
+__device__ __forceinline__ void rows_sent(u64* full) {
+#if __CUDA_ARCH__ < 900
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(full)) : "memory");
 #endif
 }
 

@@ -5,8 +5,8 @@
 // order with the same part of each one's K, so which experts it adds up never depends on the other rows. A stage of the
 // ring is a slot's K of all rows of the block.
 #pragma once
-#include "ring.cuh"
 #include "select.cuh"
+#include "stream.cuh"
 
 constexpr int GROUP = 8;  // rows of slots that a warp asks for at once
 constexpr int MAX_PAIRS = ROW_TILE * (MAX_CHOSEN + 1);
@@ -16,7 +16,7 @@ struct Chosen {
   u16 first[MAX_SLOTS + 1];  // pair of each slot
   u16 pairs[MAX_PAIRS];      // slot · ROW_TILE + row
 
-  // By the workers, who need a barrier before they read it.
+  // By the consumers, who need a barrier before they read it.
   __device__ __forceinline__ void make(const Plan& plan) {
     const int slot = threadIdx.x;
     if (slot > plan.slots) return;
@@ -52,7 +52,7 @@ struct Arriving {
       const int row = chosen.pairs[pair], width = row < ROW_TILE ? shared_inner : inner;
       u8* to = at(within(next_place + group));
       const bf16* from = x + i64(row) * pitch;
-      for (int k = int(threadIdx.x) / WARP * CHUNK + int(threadIdx.x) % 4 * 8; k < width; k += WORKERS * CHUNK) {
+      for (int k = int(threadIdx.x) / WARP * CHUNK + int(threadIdx.x) % 4 * 8; k < width; k += CONSUMERS * CHUNK) {
         copy16(to, from + k);
         to += step_bytes();
       }
@@ -78,22 +78,24 @@ struct Arriving {
   }
 };
 
+// Bytes from row to row of a stage: the 16 bytes that lanes (g, t) read at 16 t of row g are in different banks.
+__device__ __forceinline__ int row_bytes(int values) { return (values * 2 + 127) / 128 * 128 + 64; }
+
 // This block's rows, in TALL groups of 16, which the tensor cores multiply at once.
 template <int NT, int TALL>
 struct Accumulator {
   // chains of products side by side, fewer where there are more sums; the same for both NT: it is an order of addition
-  static constexpr int CHAINS = TALL == 1 ? 4 : 2;
+  static constexpr int CHAINS = TALL == 1 ? 4 : 1;
   float sums[TALL][CHAINS][NT][4] = {};
 
   __device__ __forceinline__ void add(int step, const Chunk (&w)[TALL], const uint4 (&in)[NT], u32 chose) {
-    constexpr int STEPS = CHAINS / 2;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       if ((chose >> n * 8 & 0xff) == 0) continue;
 #pragma unroll
       for (int r = 0; r < TALL; ++r) {
-        float(&one)[4] = sums[r][step % STEPS * 2][n];
-        float(&other)[4] = sums[r][step % STEPS * 2 + 1][n];
+        float(&one)[4] = sums[r][step * 2 % CHAINS][n];
+        float(&other)[4] = sums[r][(step * 2 + 1) % CHAINS][n];
         mma_bf16(one, w[r].low.x, w[r].high.x, w[r].low.y, w[r].high.y, in[n].x, in[n].y);
         mma_bf16(other, w[r].low.z, w[r].high.z, w[r].low.w, w[r].high.w, in[n].z, in[n].w);
       }
@@ -140,27 +142,33 @@ __device__ __forceinline__ void multiply_slots(
       const int before = __popc(chose & ((1u << (n * 8 + group)) - 1));
       mine[n] = tokens.at(tokens.within(tokens.slot_place + before));
     }
-    const u8* stage = ring.receive();
-#pragma unroll 2
-    for (int step = 0; (step * WORKERS + warp) * CHUNK < values; ++step) {
-      const int k = (step * WORKERS + warp) * CHUNK + column;
-      const u8* own = stage + (k < values ? k : 0) * 2;  // past the end of the row its beginning, which meets zeros
-      Chunk w[TALL];
+    barrier_wait(ring.full(), ring.parity);
+    const u8* stage = ring.place();
+#pragma unroll 1
+    for (int turn = warp * CHUNK; turn < values; turn += 2 * CONSUMERS * CHUNK) {
 #pragma unroll
-      for (int r = 0; r < TALL; ++r) {
-        w[r] = {*reinterpret_cast<const uint4*>(own + low_at[r]), *reinterpret_cast<const uint4*>(own + high_at[r])};
-      }
-      uint4 in[NT];
+      for (int step = 0; step < 2; ++step) {
+        const int k = turn + step * CONSUMERS * CHUNK + column;
+        if (k - column >= values) continue;
+        const u8* own = stage + (k < values ? k : 0) * 2;  // past the end of the row its beginning, which meets zeros
+        Chunk w[TALL];
 #pragma unroll
-      for (int n = 0; n < NT; ++n) {
-        in[n] = make_uint4(0, 0, 0, 0);
-        if (k < values && (chose >> (n * 8 + group) & 1)) {
-          in[n] = *reinterpret_cast<const uint4*>(mine[n] + step * tokens.step_bytes());
+        for (int r = 0; r < TALL; ++r) {
+          w[r] = {*reinterpret_cast<const uint4*>(own + low_at[r]), *reinterpret_cast<const uint4*>(own + high_at[r])};
         }
+        uint4 in[NT];
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          in[n] = make_uint4(0, 0, 0, 0);
+          if (k < values && (chose >> (n * 8 + group) & 1)) in[n] = *reinterpret_cast<const uint4*>(mine[n]);
+          mine[n] += tokens.step_bytes();
+        }
+        sums.add(step, w, in, chose);
       }
-      sums.add(step, w, in, chose);
     }
-    ring.release();
+    __syncwarp();
+    if (threadIdx.x % WARP == 0) barrier_arrive(ring.empty());
+    ring.advance();
     tokens.slot_place = tokens.within(tokens.slot_place + end - first);
     first = end, end = later_end, chose = later_chose;
   }
@@ -177,60 +185,55 @@ __device__ __forceinline__ void down(
   DYNAMIC_SHARED(shared);
   __shared__ Plan plan;
   __shared__ Chosen chosen;
-  __shared__ u64 barriers[2 * MAX_STAGES];
-  const int live = router.live, lane = threadIdx.x % WARP, span = max(shared_inner, inner), pitch = row_bytes(span);
+  const int live = router.live, span = max(shared_inner, inner), pitch = row_bytes(span);
   const int first = blockIdx.x * sizes.rows, rows = min(sizes.rows, sizes.width - first);
-  Ring ring = {shared, barriers, sizes.depth, sizes.rows * pitch};
-  ring.make();
-  barriers_ready();
+  Ring ring = open_ring(shared, sizes.depth, 0);
+  ring.bytes = sizes.rows * pitch;
   // The logits are settled: all blocks of gate_up are past their wait when this kernel starts, so the router's have
   // finished. So are the lists.
   prepare_plan(router, plan);
   __syncthreads();
   make_plan(router, plan);
 
-  if (sends()) {
-    const bool mine = lane < rows;
-    const int row = first + (mine ? lane : 0);
+  if (is_producer()) {
     auto send = [&](int slot) {
-      const bf16* from = slot == 0 ? shared_weight + i64(row) * shared_inner
-                                   : routed_weight + (i64(plan.ids[slot]) * sizes.width + row) * inner;
-      ring.send(lane * pitch, from, mine ? (slot == 0 ? shared_inner : inner) : 0);
+      const int values = slot == 0 ? shared_inner : inner;
+      const bf16* from = slot == 0 ? shared_weight : routed_weight + i64(uniform(plan.ids[slot])) * sizes.width * inner;
+      barrier_wait(ring.empty(), ring.parity ^ 1);
+      expect_rows(ring.full(), u32(values) * 2 * rows);
+      send_rows(ring.full(), ring.place(), pitch, from + i64(first) * values, i64(values) * 2, u32(values) * 2, rows);
+      rows_sent(ring.full());
+      ring.advance();
     };
-    int slot = 0;
+    const int slots = uniform(plan.slots), early = min(sizes.depth, slots);
 #pragma unroll 1
-    for (; slot < min(sizes.depth, plan.slots); ++slot) send(slot);
+    for (int slot = 0; slot < early; ++slot) send(slot);
     wait_for_producer();
     let_next_start();
 #pragma unroll 1
-    for (; slot < plan.slots; ++slot) send(slot);
+    for (int slot = early; slot < slots; ++slot) send(slot);
     ask_ahead(asked, blockIdx.x, gridDim.x);
     return;
   }
   chosen.make(plan);
-  named_barrier(WORKERS_BARRIER, WORKERS * WARP);
+  named_barrier(1, CONSUMER_THREADS);
   wait_for_producer();
   let_next_start();
-  const int steps = (span + WORKERS * CHUNK - 1) / (WORKERS * CHUNK);
-  float* part = reinterpret_cast<float*>(shared + sizes.depth * sizes.rows * pitch);
-  u8* room = reinterpret_cast<u8*>(part + TALL * WORKERS * live * PITCH);
+  const int steps = (span + CONSUMERS * CHUNK - 1) / (CONSUMERS * CHUNK);
+  float* part = reinterpret_cast<float*>(ring.end());
+  u8* room = reinterpret_cast<u8*>(part + TALL * CONSUMERS * live * SUM_PITCH);
   Arriving tokens = {x, sizes.pitch, shared_inner, inner, chosen,
                      room + threadIdx.x / WARP * steps * sizes.room * CHUNK * 2, sizes.room,
                      chosen.first[plan.slots]};
   Accumulator<NT, TALL> sums;
   multiply_slots<NT, TALL>(ring, tokens, plan, rows, pitch, sums);
   sums.settle();
-  LiveSums<NT> all[TALL];
-#pragma unroll
-  for (int r = 0; r < TALL; ++r) {
-    all[r] = {part, live};
-    all[r].all += r * all[r].size();
-    all[r].put(sums.sums[r][0]);
-  }
-  named_barrier(WORKERS_BARRIER, WORKERS * WARP);
-  for (int o = threadIdx.x; o < live * rows; o += WORKERS * WARP) {
+  TileSums<NT> low(part, live, 0), high(part, live, TALL - 1);
+  low.meet(sums.sums[0][0]);
+  if (TALL == 2) high.meet(sums.sums[TALL - 1][0]);
+  for (int o = threadIdx.x; o < live * rows; o += CONSUMER_THREADS) {
     const int token = o / rows, row = o % rows;
-    const float value = TALL == 1 || row < 16 ? all[0].at(token, row) : all[TALL - 1].at(token, row - 16);
+    const float value = TALL == 1 || row < 16 ? low.at(token, row) : high.at(token, row - 16);
     out[i64(token) * sizes.width + first + row] = to_bf16(value);
   }
 }
