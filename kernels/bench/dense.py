@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--chain", action="store_true")
-    parser.add_argument("--carveout", choices=("beside", "all", "none"), default="beside")
+    parser.add_argument("--carveout", choices=("beside", "all", "none"), default="all")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)

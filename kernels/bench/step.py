@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--late-norm", action="store_true", help="exchange_norm waits before it lets the next one in")
     parser.add_argument("--ring", type=int, default=16, help="stages that a projection's ring may have")
     parser.add_argument(
-        "--carveout", choices=("beside", "all", "none"), default="beside", help="all of L1 as shared memory"
+        "--carveout", choices=("beside", "all", "none"), default="all", help="all of L1 as shared memory"
     )
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()

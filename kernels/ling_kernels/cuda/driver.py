@@ -64,7 +64,7 @@ class Device:
     Raises KernelError where the compiler or the driver does not work.
     """
 
-    carveout = "beside"
+    carveout = "all"
 
     def __init__(
         self, index: int = 0, cache: Path | None = None, progress: ProgressFn | None = None, pdl: bool = True

@@ -314,27 +314,24 @@ __device__ __forceinline__ void expect_rows(u64* full, u32 bytes) {
 // apart; all are multiples of 16.
 __device__ __forceinline__ void send_rows(
     u64* full, void* to, u32 pitch, const void* from, i64 stride, u32 bytes, int rows) {
-  const u32 barrier = shared_address(full), place = shared_address(to);
-  const u64 source = reinterpret_cast<u64>(from);
+  u32 place = shared_address(to);
+  u64 source = reinterpret_cast<u64>(from);
 #if __CUDA_ARCH__ >= 900
 #pragma unroll 4
-  for (int r = 0; r < rows; ++r) {
+  for (int r = 0; r < rows; ++r, place += pitch, source += stride) {
     asm volatile(
         "{ .reg .pred p;\n"
         "  elect.sync _|p, 0xffffffff;\n"
-        "  @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3]; }" ::"r"(
-            place + r * pitch),
-        "l"(source + r * stride), "r"(bytes), "r"(barrier)
+        "  @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3]; }" ::"r"(place),
+        "l"(source), "r"(bytes), "r"(shared_address(full))
         : "memory");
   }
 #else
 #pragma unroll 1
-  for (int r = 0; r < rows; ++r) {
+  for (int r = 0; r < rows; ++r, place += pitch, source += stride) {
 #pragma unroll 1
     for (u32 at = threadIdx.x % WARP * 16; at < bytes; at += WARP * 16) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place + r * pitch + at),
-                   "l"(source + r * stride + at)
-                   : "memory");
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place + at), "l"(source + at) : "memory");
     }
   }
 #endif

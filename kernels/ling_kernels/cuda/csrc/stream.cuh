@@ -74,6 +74,7 @@ struct Producer {
   // A stage of two runs (the second may have no rows): `values` of K from `k` on, of rows `width` wide.
   __device__ __forceinline__ void send(const Run& one, const Run& two, int k, int values, int width) {
     barrier_wait(ring.empty(), ring.parity ^ 1);
+    __syncwarp();
     const u32 bytes = u32(values) * 2;
     expect_rows(ring.full(), bytes * (one.rows + two.rows));
     send_rows(ring.full(), ring.place() + one.place * STAGE_PITCH, STAGE_PITCH, one.from + k, i64(width) * 2, bytes,
