@@ -3,7 +3,7 @@
 python kernels/bench/dense.py                  # tiny, 1 and 9 rows
 python kernels/bench/dense.py --shape flash4   # one rank of four of flash
 python kernels/bench/dense.py --no-pdl         # launches one after another
-python kernels/bench/dense.py --variants       # projections only, dealt out in other ways, and with less asked early
+python kernels/bench/dense.py --variants       # projections only, with shorter rings
 python kernels/bench/dense.py --chain          # exchange_norm and in_proj in turn, as in a step
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 import ling_kernels
 from ling_kernels.cuda import CudaOps
-from ling_kernels.cuda.tiles import TALL, TOGETHER, deal
+from ling_kernels.cuda.tiles import MAX_RING, stream
 from ling_kernels.ops import ROW_TILE, MlpParams, MoeParams
 
 BF16 = 2
@@ -109,19 +109,16 @@ def time_experts(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]:
 
 
 def time_variants(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]:
-    """Each projection alone, dealt out to blocks of so many warps, with more or less asked of L2 before the wait."""
+    """Each projection alone, with fewer stages in its ring."""
     for name, (n, width) in projections(shape).items():
         size = BF16 * (n * width + rows * (n + width))
         weights = [weight(n, width) for _ in range(copies_for(size))]
         x = weight(ROW_TILE, width)
-        for warps, together in ((None, 12), (None, 16), (3, 16), (4, 16), (6, 12), (8, 8), (8, 16), (12, 12), (16, 16)):
-            ops.warps, ops.together = warps, together
-            dealt = deal(n, width, ops.device.properties.num_sms, TALL, together, warps)
-            for early in (0.0, 0.4) if warps else (0.0, 0.2, 0.4, 0.7):
-                ops.early = early
-                what = f"{name}, {together} together, early {early}: {tuple(dealt)}"
-                yield Timing(what, rows, size, time_graph([_call(ops.linear, x, w, rows) for w in weights]))
-    ops.warps, ops.together, ops.early = None, TOGETHER, type(ops).early
+        for ring in (1, 2, 3, 4, 6, MAX_RING):
+            ops.ring = ring
+            what = f"{name}, ring of {stream(n, width, rows, ops.device.properties, most=ring).depth}"
+            yield Timing(what, rows, size, time_graph([_call(ops.linear, x, w, rows) for w in weights]))
+    ops.ring = MAX_RING
 
 
 def time_chain(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]:
@@ -142,13 +139,13 @@ def time_chain(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]:
 
         return run
 
-    for asks, early, early_norm in itertools.product((False, True), (0.0, 0.4), (False, True)):
-        ops.asks, ops.early, ops.early_norm = asks, early, early_norm
+    for asks, early_norm in itertools.product((False, True), (False, True)):
+        ops.asks, ops.early_norm = asks, early_norm
         following = [first for first, _, _ in layers[1:]] + [None]
         calls = [layer(*part, after if asks else None) for part, after in zip(layers, following, strict=True)]
-        what = f"norm, in, norm, out; ahead {asks}, early {early}, norm lets in early {early_norm}"
+        what = f"norm, in, norm, out; ahead {asks}, norm lets in early {early_norm}"
         yield Timing(what, rows, size, time_graph(calls))
-    ops.asks, ops.early, ops.early_norm = True, type(ops).early, True
+    ops.asks, ops.early_norm = True, True
 
 
 def distinct(ops: CudaOps, x: torch.Tensor, params: MoeParams, rows: int) -> int:
@@ -167,9 +164,11 @@ def main() -> None:
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--chain", action="store_true")
+    parser.add_argument("--carveout", choices=("beside", "all", "none"), default="all")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
+    ops.device.carveout = args.carveout
     shape, timings = SHAPES[args.shape], []
     parts = (time_projections, time_mlp_and_norm, time_experts)
     if args.variants or args.chain:

@@ -23,15 +23,16 @@ from ling_kernels.cuda import CudaOps
 from ling_kernels.ops import ROW_TILE, MoeParams
 
 LAYERS = 12
-# Switches of ExpertOps, and `whole_shared` of the device, which counts for kernels that have not been launched yet.
+# Switches of ExpertOps, and `carveout` of the device, which counts for kernels that have not been launched yet.
 VARIANTS: dict[str, dict[str, object]] = {
     "as it is": {},
     "a kernel of its own selects": {"select_apart": True},
-    "experts' weights leave L2 first": {"first_to_go": True},
-    "gate_up 2 batches deep": {"gate_depth": 2},
-    "gate_up 6 batches deep": {"gate_depth": 6},
-    "down 3 batches deep": {"down_depth": 3},
-    "no room beside gate_up": {"whole_shared": False},
+    "gate_up 3 stages deep": {"gate_depth": 3},
+    "gate_up 4 stages deep": {"gate_depth": 4},
+    "gate_up 7 stages deep": {"gate_depth": 7},
+    "down 4 stages deep": {"down_depth": 4},
+    "down 16 stages deep": {"down_depth": 16},
+    "no room beside gate_up": {"carveout": "none"},
     "launches one after another": {"pdl": False},
 }
 
@@ -55,7 +56,7 @@ def rows_of_table(shape: Shape, rows: int, args: argparse.Namespace, bandwidth: 
         pdl = bool(switches.get("pdl", True))
         ops = ling_kernels.load("cuda", cache=args.cache, pdl=pdl)
         for switch, value in switches.items():
-            setattr(ops.device if switch in ("whole_shared", "pdl") else ops, switch, value)
+            setattr(ops.device if switch in ("carveout", "pdl") else ops, switch, value)
         x = torch.randn(ROW_TILE, shape.hidden, device="cuda").bfloat16()
         slots = sum(distinct(ops, x, p, rows) for p in layers) / len(layers) + 1
         size = BF16 * (3 * slots * shape.inner * shape.hidden + shape.experts * shape.hidden)

@@ -14,6 +14,7 @@ from device_checks import Place
 from emulator import ORDERS
 from ling_kernels.cuda import tiles
 from ling_kernels.cuda.dense import DenseOps, Gated
+from ling_kernels.cuda.expert_memory import PLAN_BYTES, expert_memory
 from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, Routing
 from settled import SettledDevice
 
@@ -46,10 +47,27 @@ def test_linear(place: Place, n: int, width: int, rows: int) -> None:
     checks.check_linear(place, n, width, rows)
 
 
-def test_linear_with_many_warps_and_many_tiles_a_block(tmp_path: Path, place: Place) -> None:
-    checks.check_linear(place, 16, 1024, 3)
-    checks.check_linear(place, 20 * 16, 32, 3)
-    assert place.ops.device.launched[-1] == "linear_8"
+@pytest.mark.parametrize("rows", [3, 11])
+def test_a_ring_of_any_length_leaves_the_same_bits(place: Place, rows: int) -> None:
+    """Also where tokens are too wide for registers, and for what a block may have of shared memory."""
+    for n, width in ((150, 1544), (20, 2632)):
+        x, weight, found = place.rand(ROW_TILE, width, seed=1), place.weight(n, width, seed=2), []
+        for ring in (1, 2, tiles.MAX_RING):
+            place.ops.ring = ring
+            found.append(place.ops.linear(x, weight, rows)[:rows].clone())
+        checks.assert_near(found[0], (x.float() @ weight.float().t())[:rows], f"linear {n} x {width}")
+        for other in found[1:]:
+            checks.assert_bits(other, found[0], f"linear {n} x {width}")
+
+
+def test_tokens_that_no_shared_memory_holds_are_read_from_memory(
+    device: SettledDevice, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight, rows = place.rand(ROW_TILE, 2632, seed=1), place.weight(20, 2632, seed=2), 11
+    want = place.ops.linear(x, weight, rows)[:rows].clone()
+    monkeypatch.setattr(device, "properties", replace(device.properties, shared_bytes=60 * 1024))
+    assert not tiles.stream(20, 2632, rows, device.properties).kept
+    checks.assert_bits(place.ops.linear(x, weight, rows)[:rows], want, "projection")
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5])
@@ -104,12 +122,7 @@ def test_experts(place: Place, inner: int, shared: int, limit: float) -> None:
 
 def variants_of(make: Callable[[], DenseOps]) -> list[DenseOps]:
     """Ops with each switch of the experts thrown."""
-    switches = (
-        {"select_apart": True},
-        {"ahead_in_down": False},
-        {"first_to_go": True},
-        {"gate_depth": 1, "down_depth": 1},
-    )
+    switches = ({"select_apart": True}, {"gate_depth": 1, "down_depth": 1}, {"gate_depth": 2, "down_depth": 3})
     made = []
     for switch in switches:
         made.append(make())
@@ -131,12 +144,20 @@ def test_tokens_that_do_not_fit_into_shared_memory_are_read_from_memory(
     x, rows = place.rand(ROW_TILE, 136, seed=50), 16
     routing = place.ops.route(x, params, rows)
     want = place.ops.experts(x, routing, params, rows)[:rows].clone()
-    little = replace(device.properties, shared_bytes=tiles.PLAN_BYTES + 24 * 1024)
-    warps = tiles.warps_of((136,))
-    needed = [tiles.expert_memory(p, warps, 1, 136, 16, rows, (4, 10)) for p in (device.properties, little)]
+    little = replace(device.properties, shared_bytes=PLAN_BYTES + 40 * 1024)
+    needed = [expert_memory(p, 136, 24, 16, rows, 4, (5, 12)) for p in (device.properties, little)]
     assert [memory.local for memory in needed] == [True, False]
     monkeypatch.setattr(device, "properties", little)
     checks.assert_bits(place.ops.experts(x, routing, params, rows)[:rows], want, "experts")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 9, 16])
+def test_blocks_of_many_rows_and_rows_of_many_stages(device: SettledDevice, place: Place, rows: int) -> None:
+    """Three multiprocessors: 28 rows of 80 a block of down. 1,544 values are four stages, 520 two turns."""
+    params = checks.moe_params(place, 16, 80, 520, 4, 4, 0.0, 264)
+    checks.check_experts(place, params, rows)
+    assert device.launched[-1] == f"experts_down_tall_{8 if rows <= 8 else 16}"
+    checks.check_experts(place, checks.moe_params(place, 16, 1544, 8, 4, 4), rows)
 
 
 def test_a_hint_is_asked_for_once_and_changes_nothing(device: SettledDevice, place: Place) -> None:

@@ -13,12 +13,11 @@ from ling_kernels.cuda.checks import named as _named
 from ling_kernels.cuda.driver import Argument, Device
 from ling_kernels.cuda.experts import ExpertOps
 from ling_kernels.cuda.prefill import prefill_mlp
-from ling_kernels.cuda.tiles import TALL, TOGETHER, Deal, deal, sums_bytes, tiles_per_block, warps_for
+from ling_kernels.cuda.tiles import MAX_RING, STREAM_THREADS, Stream, stream
 from ling_kernels.ops import ROW_TILE, KernelError, MlpParams
 from ling_kernels.reference import dense as reference
 
 MAX_WIDTH = 8192  # of a row that one block norms
-MAX_HEADS = 64  # whose norms one projection can apply
 
 
 class Gated(NamedTuple):
@@ -42,15 +41,12 @@ class Candidates(NamedTuple):
 class DenseOps(ExpertOps):
     """Contracts in `ling_kernels.ops.Ops`, those of the router and the experts included.
 
-    For measurements: early, the share of L2 that a projection asks for of its own weight before it waits; early_norm,
-    that exchange_norm lets the next kernel start before it waits itself; together and warps, as `tiles.deal` has them.
-    The first two change no bit.
+    For measurements, without effect on any bit: early_norm, that exchange_norm lets the next kernel start before it
+    waits itself; ring, the most stages that a projection's ring may have.
     """
 
-    early = 0.4
     early_norm = True
-    together = TOGETHER
-    warps: int | None = None
+    ring = MAX_RING
 
     def __init__(self, device: Device, gate_fp32: bool = False) -> None:
         super().__init__(device, gate_fp32)
@@ -84,9 +80,9 @@ class DenseOps(ExpertOps):
         out = h.new_empty(h.shape[0], n) if out is None else out
         name = "linear_normed" if lacks_norm else "linear"
         norm = [gated.sums, gated.sums.shape[2], float(gated.eps)] if lacks_norm else []
-        if lacks_norm and (width % 128 or width // 128 > MAX_HEADS):
-            raise KernelError(f"KDA output of {width} values: the kernels need heads of 128, at most {MAX_HEADS}")
-        self._stream(name, n, width, rows, [h, weight, out, *norm, rows, n, width])
+        if lacks_norm and width % 128:
+            raise KernelError(f"KDA output of {width} values: the kernels need heads of 128")
+        self._stream(name, [h, weight, out, *norm, rows, n, width], self._dealt(n, width, rows, scaled=lacks_norm))
         return out
 
     def mlp(self, h: Tensor, params: MlpParams, rows: int | None = None) -> Tensor:
@@ -97,7 +93,7 @@ class DenseOps(ExpertOps):
         args = [h, params.gate_up, mid, float(params.limit), rows, inner, width]
         after = self._hint
         self.ahead(params.down)
-        self._stream("mlp_gate_up", inner, width, rows, args, paired=True)
+        self._stream("mlp_gate_up", args, self._dealt(inner, width, rows, paired=True))
         self.ahead(*after)
         return self.linear(mid, params.down, rows)
 
@@ -106,43 +102,25 @@ class DenseOps(ExpertOps):
             return reference.head(h, weight)
         n, width = weight.shape
         logits = torch.empty(h.shape[0], n, dtype=torch.float32, device=h.device)
-        warps, per, blocks = self._whole_tiles("head", n, width, rows)
-        dealt = Deal(warps, TALL, per, blocks)
-        values = torch.empty(blocks, ROW_TILE, dtype=torch.float32, device=h.device)
-        ids = torch.empty(blocks, ROW_TILE, dtype=torch.int32, device=h.device)
-        self._stream("head", n, width, rows, [h, weight, logits, values, ids, rows, n, width], dealt)
-        self.candidates = Candidates(logits, values, ids, per * TALL)
+        dealt = self._dealt(n, width, rows, step=8)  # a token's logits of a tile are whole sectors
+        values = torch.empty(dealt.blocks, ROW_TILE, dtype=torch.float32, device=h.device)
+        ids = torch.empty(dealt.blocks, ROW_TILE, dtype=torch.int32, device=h.device)
+        self._stream("head", [h, weight, logits, values, ids, rows, n, width], dealt)
+        self.candidates = Candidates(logits, values, ids, dealt.per)
         return logits
 
-    def _whole_tiles(self, name: str, n: int, width: int, rows: int) -> tuple[int, int, int]:
-        """Warps, tiles of 16 rows for a block, and blocks, where all warps of the machine may be taken."""
-        tiles = -(-n // TALL)
-        warps = warps_for(tiles, width, self.device.properties.num_sms)
-        slots = self.device.resident(_named(name, rows), warps * 32, sums_bytes(warps, rows))
-        per = tiles_per_block(tiles, slots)
-        return warps, per, -(-tiles // per)
-
-    def _stream(
-        self,
-        name: str,
-        n: int,
-        width: int,
-        rows: int,
-        args: list[Argument],
-        dealt: Deal | None = None,
-        paired: bool = False,
-    ) -> None:
-        """Launch one of the kernels that walk tiles of a matrix of `n` rows; paired: of n gate and n up rows. Its last
-        arguments are how the matrix is dealt out, how many rows a block asks for early, and the hint."""
-        check_rows(args[0], rows)
+    def _dealt(
+        self, n: int, width: int, rows: int, paired: bool = False, scaled: bool = False, step: int = 1
+    ) -> Stream:
         _width("width of a projection", width)
-        most = TALL // 2 if paired else TALL
-        dealt = dealt or deal(n, width, self.device.properties.num_sms, most, self.together, self.warps)
-        row_bytes = args[0].element_size() * width * (2 if paired else 1)
-        asked = int(self.early * self.device.properties.l2_bytes / dealt.blocks / row_bytes)
-        args = [*args, dealt.per, dealt.tall, min(asked, dealt.per * dealt.tall), self.hint()]
-        shared = sums_bytes(dealt.warps, rows)
-        self.device.launch(_named(name, rows), dealt.blocks, dealt.warps * 32, args, shared)
+        return stream(n, width, rows, self.device.properties, paired, scaled, step, self.ring)
+
+    def _stream(self, name: str, args: list[Argument], dealt: Stream) -> None:
+        """Launch one of the kernels of stream.cuh. Its last arguments are how the work is dealt out, and the hint."""
+        rows = args[-3]
+        check_rows(args[0], rows)
+        args = [*args, dealt.per, dealt.tall, dealt.depth, int(dealt.kept), self.hint()]
+        self.device.launch(_named(name, rows), dealt.blocks, STREAM_THREADS, args, dealt.shared)
 
 
 def _threads(width: int) -> int:

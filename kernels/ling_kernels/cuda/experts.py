@@ -9,17 +9,10 @@ from torch import Tensor
 
 from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.checks import check_rows, check_width, named
-from ling_kernels.cuda.driver import Ahead, Argument, Device
+from ling_kernels.cuda.driver import Argument, Device
+from ling_kernels.cuda.expert_memory import PAIRS, expert_memory, rows_of_down
 from ling_kernels.cuda.prefill import prefill_experts
-from ling_kernels.cuda.tiles import (
-    PAIRS,
-    ROUTER_PARTS,
-    expert_memory,
-    rows_of_down,
-    sums_bytes,
-    warps_for_router,
-    warps_of,
-)
+from ling_kernels.cuda.tiles import ROUTER_PARTS, STREAM_THREADS, sums_bytes, warps_for_router
 from ling_kernels.ops import ROW_TILE, KernelError, MoeParams, Routing
 from ling_kernels.reference import moe as reference
 
@@ -74,17 +67,13 @@ class ExpertOps(AheadOps):
     """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16.
 
     Switches for measurements, none of which changes a bit: select_apart: choose experts in a kernel of its own, not in
-    each block of gate_up and down; first_to_go: experts' weights leave L2 before everything else; ahead_in_down: which
-    kernel asks for what comes after, gate_up while it waits for the router, or down at the end of its stream;
-    gate_depth, down_depth: batches of chunks that a warp has on its way, at most.
+    each block of gate_up and down; gate_depth, down_depth: stages of their rings, at most.
     """
 
     device: Device
     select_apart = False
-    first_to_go = False
-    ahead_in_down = True
-    gate_depth = 4
-    down_depth = 10
+    gate_depth = 5
+    down_depth = 12
 
     def __init__(self, device: Device, gate_fp32: bool = False) -> None:
         self.device = device
@@ -123,24 +112,21 @@ class ExpertOps(AheadOps):
         width, inner, shared = h.shape[1], params.down.shape[2], params.shared.down.shape[1]
         for size in (width, inner, shared):
             check_width("size of an expert", size)
-        pitch = max(inner, shared)
-        most = min(params.gate.shape[0], rows * params.experts_per_token)
+        pitch, chosen = max(inner, shared), params.experts_per_token
+        most = min(params.gate.shape[0], rows * chosen)
         mid = h.new_empty(most + 1, ROW_TILE, pitch)
         out = torch.empty_like(h)
         properties = self.device.properties
-        per = rows_of_down(width, properties.num_sms)
-        gate_warps, down_warps = warps_of((width,)), warps_of((shared, inner))
-        memory = expert_memory(properties, gate_warps, down_warps, width, per, rows, (self.gate_depth, self.down_depth))
-        asked, nothing = self.hint(), Ahead()
+        per, depths = rows_of_down(width, properties.num_sms), (self.gate_depth, self.down_depth)
+        memory = expert_memory(properties, width, pitch, per, rows, chosen, depths)
         args = [h, params.shared.gate_up, params.gate_up, *ours.arguments(), mid, shared, inner, pitch]
         args += [float(params.limit), float(params.shared.limit), width, memory.gate_depth, memory.local]
-        args += [self.first_to_go, nothing if self.ahead_in_down else asked]
         blocks = max(properties.num_sms, -(-shared // PAIRS))
-        self.device.launch(named("experts_gate_up", rows), blocks, gate_warps * 32, args, memory.gate_bytes)
+        self.device.launch(named("experts_gate_up", rows), blocks, STREAM_THREADS, args, memory.gate_bytes)
         args = [mid, params.shared.down, params.down, *ours.arguments(), out, shared, inner, pitch, width, per]
-        args += [memory.down_depth, self.first_to_go, asked if self.ahead_in_down else nothing]
-        blocks = -(-width // per)
-        self.device.launch(named("experts_down", rows), blocks, down_warps * 32, args, memory.down_bytes)
+        args += [memory.down_depth, memory.room, self.hint()]
+        name = named("experts_down" if per <= ROW_TILE else "experts_down_tall", rows)
+        self.device.launch(name, -(-width // per), STREAM_THREADS, args, memory.down_bytes)
         return out
 
     def _listed(self, routing: Routing, params: MoeParams, rows: int) -> WindowRouting:
