@@ -8,7 +8,8 @@ from emulator import EmulatedDevice
 from ling_kernels.cuda.driver import Argument
 
 # Places of such arguments: written several kernels earlier, and by none that may still run. (history and state; keys
-# and values below the window, positions, length; rows that the kernel before the router wrote; router logits, or lists)
+# and values below the window, positions, length; norms side by side since their first use; rows that the kernel before
+# the router wrote; router logits, or lists)
 SETTLED = {
     "kda_verify_sums": (5, 6),
     "kda_verify_sums_uneven": (5, 6),
@@ -21,6 +22,7 @@ SETTLED = {
     "mla_attend_group_3": (3, 4),
     "mla_attend_group_5": (3, 4),
     "mla_merge": (3,),
+    "draft_heads": (2,),
     "draft_attend": (3, 4, 5),
     "draft_merge": (3,),
     "experts_gate_up_8": (0,),

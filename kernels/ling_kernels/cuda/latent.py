@@ -60,8 +60,8 @@ def deal_tiles(tiles: int, form: Form) -> tuple[int, int]:
 
 
 class LatentOps(AheadOps):
-    """Contracts in `ling_kernels.ops.Ops`. groups: whether attention multiplies by groups of warps where it can, a switch
-    for measurements."""
+    """Contracts in `ling_kernels.ops.Ops`. groups: whether attention multiplies by groups of warps where it can, a
+    switch for measurements."""
 
     device: Device
     groups = True

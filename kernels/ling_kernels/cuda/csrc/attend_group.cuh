@@ -1,5 +1,6 @@
-// attend.cuh's work by groups of four warps, where there are products for them: keys are the rows of a product and queries
-// its columns, so that every key in shared memory meets all queries of the block at once, with no fragment in a register.
+// attend.cuh's work by groups of four warps, where there are products for them: keys are the rows of a product and
+// queries its columns, so that every key in shared memory meets all queries of the block at once, with no fragment in a
+// register.
 //
 // Shared memory holds 16-byte pieces, column by column: piece c of row r lies beside piece c of row r + 1. Read one way
 // eight of them are 8 keys of 8 columns, read the other way 8 columns of 8 keys, so keys are values where they stand.
@@ -77,7 +78,7 @@ __device__ __forceinline__ void group_scores(float (&c)[QUERIES / 2], int group,
 template <int QUERIES>
 __device__ __forceinline__ void group_all_scores(float (&c)[QUERIES / 2], const Attend& job, int group,
                                                  GroupShared<QUERIES>& s) {
-  constexpr int BUFFERS = GroupShared<QUERIES>::BUFFERS, WAITING = BUFFERS < GROUP_PARTS ? GROUP_PARTS - 1 : GROUP_PARTS;
+  constexpr int BUFFERS = GroupShared<QUERIES>::BUFFERS, WAITING = BUFFERS;  // parts on their way
   auto enter = [&](int part) {
     group_publish();
     __syncthreads();
@@ -192,7 +193,8 @@ __device__ __forceinline__ void group_store(float (&acc)[GROUP_TILES][QUERIES / 
   const i64 place = i64(split) * ROW_TILE * job.heads + job.first;
   const int queries = min(QUERIES, job.rows * job.heads - job.first);
   bf16* out = reinterpret_cast<bf16*>(s.keys);
-  const int matrix = lane / 8, column = group * GROUP_TILES * GROUP_TILE + tid / WARP % GROUP_WARPS * 16 + 8 * (matrix & 1);
+  const int matrix = lane / 8, row = tid / WARP % GROUP_WARPS * 16 + 8 * (matrix & 1);  // of a product
+  const int column = group * GROUP_TILES * GROUP_TILE + row;
   if (tid < queries && s.sum[tid] > 0.0f) {
     *reinterpret_cast<float2*>(stats + 2 * (place + tid)) = make_float2(s.top[tid], s.sum[tid]);
   }
@@ -216,7 +218,8 @@ __device__ __forceinline__ void group_store(float (&acc)[GROUP_TILES][QUERIES / 
   constexpr int PIECES = MLA_LATENT / 8;
   for (int i = tid; i < queries * PIECES; i += ATTEND_THREADS) {
     const int r = i / PIECES, c = i % PIECES * 8;
-    if (s.sum[r] > 0.0f) *reinterpret_cast<uint4*>(partial + (place + r) * MLA_LATENT + c) = load16(out + r * GROUP_OUT + c);
+    if (!(s.sum[r] > 0.0f)) continue;
+    *reinterpret_cast<uint4*>(partial + (place + r) * MLA_LATENT + c) = load16(out + r * GROUP_OUT + c);
   }
 }
 
