@@ -8,8 +8,13 @@ from emulator import EmulatedDevice
 from ling_kernels.cuda.driver import Argument
 
 # Places of such arguments: written several kernels earlier, and by none that may still run. (history and state; keys
+<<<<<<< HEAD
 # and values below the window, positions, length; rows that the kernel before the router wrote; router logits, or lists;
 # the residual stream, to which a partial is added)
+=======
+# and values below the window, positions, length; norms side by side since their first use; rows that the kernel before
+# the router wrote; router logits, or lists)
+>>>>>>> w-mla
 SETTLED = {
     "exchange_norm": (1,),
     "kda_verify_sums": (5, 6),
@@ -19,7 +24,11 @@ SETTLED = {
     "mla_attend_128_3": (3, 4),
     "mla_attend_128_5": (3, 4),
     "mla_attend_64_1": (3, 4),
+    "mla_attend_group_1": (3, 4),
+    "mla_attend_group_3": (3, 4),
+    "mla_attend_group_5": (3, 4),
     "mla_merge": (3,),
+    "draft_heads": (2,),
     "draft_attend": (3, 4, 5),
     "draft_merge": (3,),
     "experts_gate_up_8": (0,),

@@ -10,7 +10,7 @@ import device_mixers as checks
 from device_checks import Place
 from emulator import ORDERS, EmulatedDevice
 from ling_kernels.cuda import CudaOps
-from ling_kernels.cuda.latent import LARGE, SMALL, Form, attend_bytes, deal_tiles
+from ling_kernels.cuda.latent import GROUP, LARGE, SMALL, Form, attend_bytes, deal_tiles
 from ling_kernels.ops import KernelError
 from settled import SETTLED, SettledDevice
 
@@ -51,34 +51,35 @@ def test_kda_prefill_in_parts(place: Place, monkeypatch: pytest.MonkeyPatch) -> 
     ("heads", "rank", "length", "rows"),
     [(2, 0, 0, 1), (2, 0, 126, 5), (3, 48, 70, 3), (17, 264, 65, 2), (1, 0, 191, 16), (8, 8, 2110, 5), (9, 0, 30, 16)],
 )
-@pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("form", [GROUP, LARGE, SMALL], ids=["group", "large", "small"])
 def test_mla(device: EmulatedDevice, heads: int, rank: int, length: int, rows: int, form: Form) -> None:
     place = Place(with_form(device, form), "cpu", device.constant)
     checks.check_mla(place, heads, rank, length, rows)
     most, _ = deal_tiles(-(-heads * rows // 16), form)
-    assert device.launched[-3] == f"mla_attend_{form.keys}_{most}"
+    assert device.launched[-3] == form.kernel(most)
 
 
 def with_form(device: EmulatedDevice, form: Form) -> CudaOps:
     """Ops for a device that gives a block as much shared memory as the form needs and no more."""
-    shared = max(attend_bytes(form.keys, tiles) for tiles in form.tiles)
-    device.properties = replace(device.properties, shared_bytes=shared)
+    shared = max(attend_bytes(form, tiles) for tiles in form.tiles)
+    device.properties = replace(device.properties, shared_bytes=shared, arch="sm_90" if form.group else "sm_80")
     return CudaOps(device)
 
 
-@pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("form", [GROUP, LARGE, SMALL], ids=["group", "large", "small"])
 def test_mla_bits_at_any_width(device: EmulatedDevice, form: Form) -> None:
     checks.check_mla_bits(Place(with_form(device, form), "cpu", device.constant), 8, 123, (3, 8, 14))
 
 
-@pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("form", [GROUP, LARGE, SMALL], ids=["group", "large", "small"])
 def test_mla_bits_where_the_splits_grow(device: EmulatedDevice, form: Form) -> None:
     """Position 2112 is the first whose keys are split in larger pieces: its neighbours keep theirs."""
     checks.check_mla_bits(Place(with_form(device, form), "cpu", device.constant), 3, 2108, (8,))
 
 
-def test_mla_of_splits_of_several_chunks(device: EmulatedDevice) -> None:
-    place = Place(with_form(device, LARGE), "cpu", device.constant)
+@pytest.mark.parametrize("form", [GROUP, LARGE], ids=["group", "large"])
+def test_mla_of_splits_of_several_chunks(device: EmulatedDevice, form: Form) -> None:
+    place = Place(with_form(device, form), "cpu", device.constant)
     checks.check_mla(place, 1, 0, 8600, 1)
 
 
@@ -165,6 +166,7 @@ def test_in_another_order_of_threads_the_results_hold(
     checks.check_kda_window(place, 1, 9)
     checks.check_kda_prefill(place, 1, 19)
     checks.check_mla(place, 16, 48, 126, 7)
+    checks.check_mla(Place(with_form(device, GROUP), "cpu", device.constant), 16, 48, 126, 7)
     checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[0]), 4)
     checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[4]), 2, thorough=False)
     checks.check_advance(place)

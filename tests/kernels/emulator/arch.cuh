@@ -377,3 +377,47 @@ inline u64 clock_ns() {
   return u64(now.tv_sec) * 1000000000ull + u64(now.tv_nsec);
 }
 inline void look_again() { emulator::look_again(); }
+
+inline void store_matrices_transposed(void* row, const u32 (&v)[4]) {
+  if (uintptr_t(row) & 15) emulator::fail("a matrix row is not aligned");
+  auto all = emulator::bring(ALL, row);
+  const u32 lane = emulator::self->lane;
+  for (u32 i = 0; i < 4; ++i) {
+    for (u32 e = 0; e < 2; ++e) {
+      bf16* to = static_cast<bf16*>(const_cast<void*>(emulator::taken<const void*>(all, 8 * i + lane % 4 * 2 + e)));
+      to[lane / 4] = bf16(v[i] >> (16 * e));
+    }
+  }
+  emulator::meet(ALL);
+}
+
+// Products by groups of four warps, as arch.cuh has them: done when they are asked for.
+#define WARP_GROUPS
+struct GroupMatrix {
+  const u8* at;
+  u32 rows_apart, k_apart;
+  GroupMatrix moved(u32 bytes) const { return {at + bytes, rows_apart, k_apart}; }
+  template <bool TURNED>
+  float value(int row, int k) const {
+    const u8* piece = at + row / 8 * rows_apart + k / 8 * k_apart;
+    const int place = TURNED ? k % 8 * 8 + row % 8 : row % 8 * 8 + k % 8;
+    return to_float(reinterpret_cast<const bf16*>(piece)[place]);
+  }
+};
+inline GroupMatrix group_matrix(const void* at, u32 rows_apart, u32 k_apart) {
+  if ((uintptr_t(at) | rows_apart | k_apart) & 15) emulator::fail("a matrix of a group is not aligned");
+  return {static_cast<const u8*>(at), rows_apart, k_apart};
+}
+inline void group_open() {}
+inline void group_close() {}
+template <int pending>
+inline void group_wait() {}
+inline void group_publish() {}
+template <bool A_TURNED, bool B_TURNED, int SIZE>
+inline void group_mma(float (&c)[SIZE], GroupMatrix a, GroupMatrix b) {
+  const int lane = int(emulator::self->lane), rows = int(threadIdx.x / 32 % 4) * 16;
+  for (int i = 0; i < SIZE; ++i) {
+    const int row = rows + lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) c[i] += a.value<A_TURNED>(row, k) * b.value<B_TURNED>(column, k);
+  }
+}
