@@ -8,13 +8,8 @@ from emulator import EmulatedDevice
 from ling_kernels.cuda.driver import Argument
 
 # Places of such arguments: written several kernels earlier, and by none that may still run. (history and state; keys
-<<<<<<< HEAD
-# and values below the window, positions, length; rows that the kernel before the router wrote; router logits, or lists;
-# the residual stream, to which a partial is added)
-=======
 # and values below the window, positions, length; norms side by side since their first use; rows that the kernel before
-# the router wrote; router logits, or lists)
->>>>>>> w-mla
+# the router wrote; router logits, or lists; the residual stream, to which a partial is added)
 SETTLED = {
     "exchange_norm": (1,),
     "kda_verify_sums": (5, 6),
