@@ -8,8 +8,8 @@ from emulator import EmulatedDevice
 from ling_kernels.cuda.driver import Argument
 
 # Places of such arguments: written several kernels earlier, and by none that may still run. (history and state; keys
-# and values below the window, positions, length; norms side by side since their first use; rows that the kernel before
-# the router wrote; router logits, or lists; the residual stream, to which a partial is added)
+# and values below the window, positions, length; norms side by side since their first use; the residual stream, to
+# which a partial is added)
 SETTLED = {
     "exchange_norm": (1,),
     "kda_verify_sums": (5, 6),
@@ -26,12 +26,6 @@ SETTLED = {
     "draft_heads": (2,),
     "draft_attend": (3, 4, 5),
     "draft_merge": (3,),
-    "experts_gate_up_8": (0,),
-    "experts_gate_up_16": (0,),
-    "experts_down_8": (3, 5),
-    "experts_down_16": (3, 5),
-    "experts_down_tall_8": (3, 5),
-    "experts_down_tall_16": (3, 5),
 }
 
 

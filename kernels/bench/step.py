@@ -147,15 +147,11 @@ def main() -> None:
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--no-ahead", action="store_true", help="kernels ask for nothing ahead")
     parser.add_argument("--late-norm", action="store_true", help="exchange_norm waits before it lets the next one in")
-    parser.add_argument("--ring", type=int, default=16, help="stages that a projection's ring may have")
-    parser.add_argument(
-        "--carveout", choices=("beside", "all", "none"), default="all", help="all of L1 as shared memory"
-    )
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
     ops.asks = not args.no_ahead
-    ops.early_norm, ops.ring, ops.device.carveout = not args.late_norm, args.ring, args.carveout
+    ops.early_norm = not args.late_norm
     config = dummy.shard_of(dummy.MODELS[args.model], args.shard)
     if args.layers:
         config = replace(config, num_layers=args.layers)

@@ -16,7 +16,7 @@ from ling_kernels.cuda import driver as driving
 from ling_kernels.cuda.driver import Ahead, Device, Int64, Properties, packed
 
 OK = bindings.CUresult.CUDA_SUCCESS
-KERNELS = {"linear_8": 11, "embed": 12, "router_8": 13}
+KERNELS = {"linear_8": 11, "embed": 12}
 
 
 class Recorder:
@@ -68,7 +68,6 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 @pytest.mark.parametrize("pdl", [True, False])
 def test_a_launch_carries_stream_shape_arguments_and_attribute(recorder: Recorder, pdl: bool) -> None:
     device, tensor = Device(pdl=pdl), torch.zeros(4)
-    device.carveout = "none"
     device.launch("linear_8", (3, 2), 128, [tensor, None, 5, 0.5, Int64(1 << 40)], shared=2048)
     config, function, (values, kinds) = recorder.launches[0]
     assert function == KERNELS["linear_8"]
@@ -99,7 +98,6 @@ def test_a_structure_reaches_the_library_as_its_own_memory() -> None:
 
 def test_much_shared_memory_is_asked_for_once(recorder: Recorder) -> None:
     device = Device(cache=Path("unused"))
-    device.carveout = "none"
     for _ in range(2):
         device.launch("embed", 1, 32, [], shared=100 * 1024)
     assert recorder.shared == [100 * 1024]
@@ -109,21 +107,9 @@ def test_much_shared_memory_is_asked_for_once(recorder: Recorder) -> None:
 
 def test_a_kernel_keeps_the_most_shared_memory_that_it_was_granted(recorder: Recorder) -> None:
     device = Device()
-    device.carveout = "none"
     for shared in (100 * 1024, 60 * 1024, 120 * 1024, 100 * 1024):
         device.launch("embed", 1, 32, [], shared=shared)
     assert recorder.shared == [100 * 1024, 120 * 1024]
-
-
-@pytest.mark.parametrize(("carveout", "asked"), [("all", 2), ("beside", 1), ("none", 0)])
-def test_kernels_that_run_beside_each_other_ask_for_shared_memory_instead_of_l1(
-    recorder: Recorder, carveout: str, asked: int
-) -> None:
-    device = Device()
-    device.carveout = carveout
-    for name in ("router_8", "embed", "router_8"):
-        device.launch(name, 1, 32, [])
-    assert recorder.shared == [100] * asked
 
 
 def test_residency_counts_the_whole_gpu(recorder: Recorder) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +10,7 @@ import torch
 import device_checks as checks
 from device_checks import Place
 from emulator import ORDERS
-from ling_kernels.cuda import tiles
 from ling_kernels.cuda.dense import DenseOps, Gated
-from ling_kernels.cuda.expert_memory import PLAN_BYTES, expert_memory
 from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, Routing
 from settled import SettledDevice
 
@@ -26,7 +22,7 @@ ROWS = [1, 8, 9, 16]
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> SettledDevice:
-    return SettledDevice(tmp_path_factory.mktemp("emulated"), ["norm", "gemm", "router", "moe"])
+    return SettledDevice(tmp_path_factory.mktemp("emulated"), ["norm", "gemm", "moe"])
 
 
 @pytest.fixture
@@ -47,27 +43,10 @@ def test_linear(place: Place, n: int, width: int, rows: int) -> None:
     checks.check_linear(place, n, width, rows)
 
 
-@pytest.mark.parametrize("rows", [3, 11])
-def test_a_ring_of_any_length_leaves_the_same_bits(place: Place, rows: int) -> None:
-    """Also where tokens are too wide for registers, and for what a block may have of shared memory."""
-    for n, width in ((150, 1544), (20, 2632)):
-        x, weight, found = place.rand(ROW_TILE, width, seed=1), place.weight(n, width, seed=2), []
-        for ring in (1, 2, tiles.MAX_RING):
-            place.ops.ring = ring
-            found.append(place.ops.linear(x, weight, rows)[:rows].clone())
-        checks.assert_near(found[0], (x.float() @ weight.float().t())[:rows], f"linear {n} x {width}")
-        for other in found[1:]:
-            checks.assert_bits(other, found[0], f"linear {n} x {width}")
-
-
-def test_tokens_that_no_shared_memory_holds_are_read_from_memory(
-    device: SettledDevice, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, weight, rows = place.rand(ROW_TILE, 2632, seed=1), place.weight(20, 2632, seed=2), 11
-    want = place.ops.linear(x, weight, rows)[:rows].clone()
-    monkeypatch.setattr(device, "properties", replace(device.properties, shared_bytes=60 * 1024))
-    assert not tiles.stream(20, 2632, rows, device.properties).kept
-    checks.assert_bits(place.ops.linear(x, weight, rows)[:rows], want, "projection")
+def test_linear_with_many_warps_and_many_tiles_a_block(tmp_path: Path, place: Place) -> None:
+    checks.check_linear(place, 16, 1024, 3)
+    checks.check_linear(place, 20 * 16, 32, 3)
+    assert place.ops.device.launched[-1] == "linear_8"
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.5])
@@ -120,44 +99,9 @@ def test_experts(place: Place, inner: int, shared: int, limit: float) -> None:
     checks.check_unchosen_experts_are_dropped(place, params)
 
 
-def variants_of(make: Callable[[], DenseOps]) -> list[DenseOps]:
-    """Ops with each switch of the experts thrown."""
-    switches = ({"select_apart": True}, {"gate_depth": 1, "down_depth": 1}, {"gate_depth": 2, "down_depth": 3})
-    made = []
-    for switch in switches:
-        made.append(make())
-        for name, value in switch.items():
-            setattr(made[-1], name, value)
-    return made
-
-
-def test_switches_change_nothing(device: SettledDevice, place: Place) -> None:
+def test_prefetch_changes_nothing(device: SettledDevice, place: Place) -> None:
     params = checks.moe_params(place, 16, 48, 24, 4, 4)
-    checks.check_switches_change_nothing(place, params, variants_of(lambda: DenseOps(device)))
-
-
-def test_tokens_that_do_not_fit_into_shared_memory_are_read_from_memory(
-    device: SettledDevice, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = checks.moe_params(place, 16, 136, 24, 4, 4)
-    place.constant(place.ops._gate(params.gate))
-    x, rows = place.rand(ROW_TILE, 136, seed=50), 16
-    routing = place.ops.route(x, params, rows)
-    want = place.ops.experts(x, routing, params, rows)[:rows].clone()
-    little = replace(device.properties, shared_bytes=PLAN_BYTES + 40 * 1024)
-    needed = [expert_memory(p, 136, 24, 16, rows, 4, (5, 12)) for p in (device.properties, little)]
-    assert [memory.local for memory in needed] == [True, False]
-    monkeypatch.setattr(device, "properties", little)
-    checks.assert_bits(place.ops.experts(x, routing, params, rows)[:rows], want, "experts")
-
-
-@pytest.mark.parametrize("rows", [1, 2, 9, 16])
-def test_blocks_of_many_rows_and_rows_of_many_stages(device: SettledDevice, place: Place, rows: int) -> None:
-    """Three multiprocessors: 28 rows of 80 a block of down. 1,544 values are four stages, 520 two turns."""
-    params = checks.moe_params(place, 16, 80, 520, 4, 4, 0.0, 264)
-    checks.check_experts(place, params, rows)
-    assert device.launched[-1] == f"experts_down_tall_{8 if rows <= 8 else 16}"
-    checks.check_experts(place, checks.moe_params(place, 16, 1544, 8, 4, 4), rows)
+    checks.check_prefetch_changes_nothing(place, params, DenseOps(device, prefetch=False))
 
 
 def test_a_hint_is_asked_for_once_and_changes_nothing(device: SettledDevice, place: Place) -> None:
@@ -232,7 +176,7 @@ def all_results(machine: SettledDevice) -> list[torch.Tensor]:
 @pytest.mark.parametrize("order", ORDERS[1:])
 def test_the_order_of_threads_changes_nothing(tmp_path: Path, order: str) -> None:
     """What a missing barrier would change."""
-    names, folders = ["norm", "gemm", "router", "moe"], [tmp_path / "a", tmp_path / "b"]
+    names, folders = ["norm", "gemm", "moe"], [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
     # few multiprocessors: blocks go from tile to tile
@@ -247,9 +191,8 @@ def test_unsupported_sizes_are_named(place: Place) -> None:
     with pytest.raises(KernelError, match="17 rows"):
         place.ops.linear(place.rand(32, 16, seed=1), place.rand(5, 16, seed=2), 17)
     routing = Routing(torch.zeros(ROW_TILE, 9, dtype=torch.int64), torch.zeros(ROW_TILE, 9))
-    params = checks.moe_params(place, 16, 48, 24, 4, 4)
     with pytest.raises(KernelError, match="9 experts for a token"):
-        place.ops.experts(place.rand(ROW_TILE, 48, seed=1), routing, params, 1)
+        place.ops._plan(routing, 1)
 
 
 def test_the_emulator_sees_an_early_touch(device: SettledDevice, place: Place) -> None:

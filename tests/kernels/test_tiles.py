@@ -9,62 +9,57 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ling_kernels.cuda import experts, tiles
+from ling_kernels.cuda import dense, tiles
 from ling_kernels.cuda.compile import SOURCES
-from ling_kernels.cuda.driver import Properties
 
 H200 = 132
-KB = 1024
-GPUS = {
-    "H200": Properties("sm_90", H200, 60 * KB * KB, 227 * KB),
-    "A100": Properties("sm_80", 108, 40 * KB * KB, 163 * KB),
-    "RTX PRO 6000": Properties("sm_120", 188, 96 * KB * KB, 99 * KB),
-}
-counts, widths = st.integers(1, 200_000), st.integers(1, 2000).map(lambda n: 8 * n)
-rows_of_a_window = st.integers(1, 16)
+# tiles, width: tiny's in_proj, out_proj, expert gate_up of one row, head, router; flash's on one rank of four
+PUBLISHED = [(641, 1536), (96, 2048), (576, 1536), (9824, 1536), (321, 2560), (160, 1024), (216, 2560), (2456, 2560)]
+sizes = st.tuples(
+    st.integers(1, 20000), st.integers(1, 1000).map(lambda n: 8 * n), st.sampled_from([1, 20, 108, 132, 188])
+)
 
 
-@given(counts, widths, rows_of_a_window, st.sampled_from(list(GPUS)), st.booleans(), st.sampled_from([1, 8]))
-def test_every_row_is_dealt_out_once_and_memory_suffices(
-    count: int, width: int, rows: int, gpu: str, paired: bool, step: int
-) -> None:
-    properties = GPUS[gpu]
-    dealt = tiles.stream(count, width, rows, properties, paired, step=step)
-    assert dealt.blocks <= properties.num_sms
-    assert (dealt.blocks - 1) * dealt.per < count <= dealt.blocks * dealt.per, "a row or a block is left over"
-    assert 1 <= dealt.tall <= (8 if paired else 16)
-    assert 1 <= dealt.depth <= tiles.MAX_RING
-    assert dealt.shared <= properties.shared_bytes
+@given(sizes)
+def test_every_chunk_of_k_belongs_to_one_warp_once(size: tuple[int, int, int]) -> None:
+    count, width, sms = size
+    warps = tiles.warps_for(count, width, sms)
+    assert 1 <= warps <= tiles.MAX_WARPS
+    chunks = tiles.num_chunks(width)
+    batches = -(-chunks // (warps * tiles.DEPTH))
+    taken = [
+        (batch * tiles.DEPTH + s) * warps + warp
+        for batch in range(batches)
+        for s in range(tiles.DEPTH)
+        for warp in range(warps)
+    ]
+    assert sorted(c for c in taken if c < chunks) == list(range(chunks))
 
 
-@given(counts, widths, rows_of_a_window)
-def test_how_rows_are_dealt_out_does_not_depend_on_the_window(count: int, width: int, rows: int) -> None:
-    one, many = (tiles.stream(count, width, live, GPUS["H200"]) for live in (1, rows))
-    assert one[:3] == many[:3]
+@given(sizes, st.integers(1, 4000))
+def test_every_tile_belongs_to_one_block(size: tuple[int, int, int], slots: int) -> None:
+    count = size[0]
+    per = tiles.tiles_per_block(count, slots)
+    blocks = -(-count // per)
+    assert blocks <= max(slots, 1)
+    owned = [tile for block in range(blocks) for tile in range(block * per, min(count, (block + 1) * per))]
+    assert owned == list(range(count))
 
 
-# rows, width: tiny's in_proj, out_proj, both halves of the dense MLP; flash's on one of four
-DEALT = [(10256, 1536, False), (1536, 2048, False), (4608, 1536, True), (1536, 4608, False)]
-DEALT += [(5128, 2560, False), (2560, 1024, False), (1536, 2560, True), (2560, 1536, False)]
+@pytest.mark.parametrize(("count", "width"), PUBLISHED)
+def test_published_shapes_keep_enough_on_the_way(count: int, width: int) -> None:
+    warps = tiles.warps_for(count, width, H200)
+    per = tiles.tiles_per_block(count, H200 * (tiles.WARPS_PER_SM // warps))
+    flying = -(-count // per) * min(warps * tiles.DEPTH, tiles.num_chunks(width)) * tiles.CHUNK_BYTES / H200
+    assert flying > 26 * 1024, f"{flying / 1024:.0f} KB a multiprocessor with {warps} warps, {per} tiles a block"
+    empty = -(-tiles.num_chunks(width) // (warps * tiles.DEPTH)) * warps * tiles.DEPTH / tiles.num_chunks(width)
+    assert empty < 1.2
 
 
-@pytest.mark.parametrize(("count", "width", "paired"), DEALT)
-def test_published_shapes_are_dealt_out_evenly_and_two_share_a_multiprocessor(
-    count: int, width: int, paired: bool
-) -> None:
-    for rows in (1, 9):
-        dealt = tiles.stream(count, width, rows, GPUS["H200"], paired, scaled=width in (1024, 2048))
-        assert dealt.per * H200 / count < 1.05
-        flying = min(dealt.depth * dealt.tall * min(width, tiles.PART), dealt.per * width) * (4 if paired else 2)
-        assert flying > 32 * KB, f"{flying / KB:.0f} KB on the way to each multiprocessor"
-        beside = 2 * (dealt.shared + tiles.BLOCK_BYTES + tiles.SPARE) <= 228 * KB
-        assert beside or (rows == 9 and width > 2048), f"{dealt.shared / KB:.0f} KB"
-
-
-def test_the_head_of_tiny_is_dealt_out_evenly() -> None:
-    dealt = tiles.stream(157184, 1536, 1, GPUS["H200"], step=8)
-    assert (dealt.blocks, dealt.per % 8) == (H200, 0)
-    assert dealt.per * H200 / 157184 < 1.002
+@pytest.mark.parametrize("rows", [1, 8, 9, 16])
+def test_the_sums_fit_into_what_a_block_has_without_asking(rows: int) -> None:
+    largest_static = 4096  # of linear_normed
+    assert tiles.sums_bytes(tiles.MAX_WARPS, rows) + largest_static <= 48 * 1024
 
 
 def test_python_and_cuda_agree_on_constants() -> None:
@@ -73,11 +68,6 @@ def test_python_and_cuda_agree_on_constants() -> None:
     def constant(name: str) -> int:
         return int(re.search(rf"\b{name} = (\d+)", text)[1])
 
-    assert (constant("CHUNK"), constant("PITCH")) == (tiles.CHUNK, tiles.PITCH)
-    for name in ("CONSUMERS", "PART", "STAGE_PITCH", "RING_HEAD", "SUM_PITCH"):
-        assert constant(name) == getattr(tiles, name)
-    held = re.search(r"\bHELD = NT == 1 \? (\d+) : (\d+)", text)
-    assert (int(held[1]), int(held[2])) == (tiles.HELD[1], tiles.HELD[2])
-    assert (constant("MAX_EXPERTS"), constant("MAX_CHOSEN")) == (experts.MAX_EXPERTS, experts.MAX_CHOSEN)
-    for name in ("ROUTER_PARTS", "ROUTER_DEPTH"):
-        assert constant(name) == getattr(tiles, name)
+    assert (constant("CHUNK"), constant("DEPTH"), constant("PITCH")) == (tiles.CHUNK, tiles.DEPTH, tiles.PITCH)
+    assert (constant("MAX_EXPERTS"), constant("MAX_CHOSEN")) == (dense.MAX_EXPERTS, dense.MAX_CHOSEN)
+    assert constant("MAX_HEADS") == dense.MAX_HEADS

@@ -51,20 +51,11 @@ class Properties:
     shared_bytes: int
 
 
-# Kernels that shall share a multiprocessor with the one before. What is L1 and what shared memory there can only change
-# while it is empty, so they ask for all of it to be shared memory.
-BESIDE_EACH_OTHER = ("linear", "mlp_gate_up", "head_", "router_", "experts_")
-
-
 class Device:
     """The kernels of one GPU, loaded; `launch` is the only way in. pdl: programmatic dependent launch, on by default.
-    carveout: which kernels ask for all of L1 to be shared memory, for measurements; to be set before the first launch:
-    "beside" (BESIDE_EACH_OTHER), "all", or "none".
 
     Raises KernelError where the compiler or the driver does not work.
     """
-
-    carveout = "all"
 
     def __init__(
         self, index: int = 0, cache: Path | None = None, progress: ProgressFn | None = None, pdl: bool = True
@@ -125,8 +116,6 @@ class Device:
     def _function(self, name: str, shared: int) -> object:
         if name not in self._functions:
             self._functions[name] = self._find(name)
-            if self.carveout == "all" or (self.carveout == "beside" and name.startswith(BESIDE_EACH_OTHER)):
-                self._set(name, "PREFERRED_SHARED_MEMORY_CARVEOUT", 100)
         if shared > self._granted.get(name, 48 * 1024):  # above this a kernel must ask, once for the most it will have
             if shared > self.properties.shared_bytes:
                 limit = self.properties.shared_bytes

@@ -221,11 +221,6 @@ __device__ __forceinline__ float4 load_settled(const float4* from) {
   return v;
 }
 
-__device__ __forceinline__ float4 load_settled4(const float* from) {
-  float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
-  return v;
-}
 __device__ __forceinline__ uint4 load_settled16(const void* from) {
   uint4 v;
   asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
@@ -245,108 +240,6 @@ __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_
 template <int pending>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
-
-// ---- shared memory: a ring that one warp fills and others empty -----------------------------------------------------
-// A stage of the ring has two barriers: `full` completes when what was sent has landed, `empty` when all consumers have
-// read it. Both count phases; a wait names the parity of the phase that must have completed. The first phase has parity
-// 0, and of a fresh barrier the phase before it (parity 1) counts as completed: so a producer waits for the n-th emptying
-// of a stage with parity (n - 1) & 1, starting at n = 0, and a consumer for the n-th filling with parity n & 1.
-
-// A phase of `full` is filled by one warp: expect_rows, any number of send_rows, rows_sent. How many arrivals that is:
-#if __CUDA_ARCH__ >= 900
-constexpr u32 FULL_ARRIVALS = 1;
-#else
-constexpr u32 FULL_ARRIVALS = WARP;
-#endif
-
-// By one thread; barriers_ready after the last, then a block barrier before anybody uses one.
-__device__ __forceinline__ void barrier_init(u64* barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barriers_ready() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void barrier_arrive(u64* barrier) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Until the phase of this parity has completed; what was sent for it, or done before the arrivals, is then visible.
-__device__ __forceinline__ void barrier_wait(u64* barrier, u32 parity) {
-  const u32 at = shared_address(barrier);
-  u32 done;
-  do {
-    asm volatile(
-        "{ .reg .pred p;\n"
-#if __CUDA_ARCH__ >= 900
-        "  mbarrier.try_wait.parity.shared.b64 p, [%1], %2;\n"
-#else
-        "  mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
-#endif
-        "  selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(at), "r"(parity)
-        : "memory");
-  } while (done == 0);
-}
-
-// By all lanes of one warp with the same arguments, which must be so for the compiler's eyes too: made of the kernel's
-// arguments, the block's place and loop counters, or passed through uniform(). Copies in bulk are sent one after another,
-// and where a lane might have a register of its own, each costs a loop over the lanes.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(ALL, x, 0); }
-
-// `bytes` in all will be sent for this phase.
-__device__ __forceinline__ void expect_rows(u64* full, u32 bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{ .reg .pred p; .reg .b64 state;\n"
-      "  elect.sync _|p, 0xffffffff;\n"
-      "  @p mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(shared_address(full)),
-      "r"(bytes)
-      : "memory");
-#endif
-}
-
-// `rows` times `bytes` from global memory that no kernel writes, `stride` bytes apart, to shared memory, `pitch` bytes
-// apart; all are multiples of 16.
-__device__ __forceinline__ void send_rows(
-    u64* full, void* to, u32 pitch, const void* from, i64 stride, u32 bytes, int rows) {
-  u32 place = shared_address(to);
-  u64 source = reinterpret_cast<u64>(from);
-#if __CUDA_ARCH__ >= 900
-#pragma unroll 4
-  for (int r = 0; r < rows; ++r, place += pitch, source += stride) {
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "  elect.sync _|p, 0xffffffff;\n"
-        "  @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3]; }" ::"r"(place),
-        "l"(source), "r"(bytes), "r"(shared_address(full))
-        : "memory");
-  }
-#else
-#pragma unroll 1
-  for (int r = 0; r < rows; ++r, place += pitch, source += stride) {
-#pragma unroll 1
-    for (u32 at = threadIdx.x % WARP * 16; at < bytes; at += WARP * 16) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place + at), "l"(source + at) : "memory");
-    }
-  }
-#endif
-}
-
-// After the last of a phase.
-__device__ __forceinline__ void rows_sent(u64* full) {
-#if __CUDA_ARCH__ < 900
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(full)) : "memory");
-#endif
-}
-
-// A barrier of `count` threads (full warps) of a block. id: 1 to 15; 0 is __syncthreads'.
-__device__ __forceinline__ void named_barrier(int id, int count) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
 // Four 8x8 bf16 matrices; lane 8i + r gives the address of row r of matrix i. Lane l receives of each the two

@@ -3,29 +3,38 @@
 // Weights are the 16-row operand of the tensor-core instruction, tokens its 8 columns. A warp takes 32 values of K at
 // a time: lane (g, t) loads the 16 bytes at k0 + 8t of weight rows g and g+8 and of token g. The instruction wants
 // other k's in those registers, but a sum over k may be permuted as long as both operands are permuted alike:
-// registers 0, 1 of each 16 bytes feed a first instruction, 2, 3 a second. So weights need no second layout.
+// registers 0, 1 of each 16 bytes feed a first instruction, 2, 3 a second. So weights go from memory straight into
+// fragments.
 //
-// Most weights take the way through a ring in shared memory (stream.cuh). Here are the fragments, and loads that go
-// straight to registers, for the router. Kernels around those say __launch_bounds__(512, 1): without the 1 the assembler
-// saves registers by waiting for one load after the other (seen in the machine code of sm_90, also for loads that the
-// source issues together).
+// Kernels around it say __launch_bounds__(512, 1): without the 1 the assembler saves registers by waiting for one
+// load after the other (seen in the machine code of sm_90, also for loads that the source issues together).
+//
+// The warps of a block take chunks of K in turn; their sums meet in shared memory in the order of the warps. How many
+// warps there are follows from the shape and the GPU, never from the number of rows: a row's bits are its own.
 #pragma once
 #include "arch.cuh"
 
 constexpr int CHUNK = 32;  // values of K that a warp takes at a time: 1 KB of weights
+constexpr int DEPTH = 4;   // chunks that each warp keeps in flight
 constexpr int PITCH = 20;  // floats from token to token in the warps' sums: no bank conflicts when they are written
 
-// This lane's two weight rows. One that a tile or the matrix has not is not loaded: its registers hold anything, and
-// what becomes of them is never stored. Tokens past the live ones are the first one again, and as little stored.
+// This lane's two weight rows. Rows past the end of a matrix are its first one again: loads stay unconditional, and
+// what becomes of them is never stored. The same holds for tokens past the live ones.
 struct Rows {
   const bf16* low;
   const bf16* high;
-  bool has_low = true, has_high = true;
 };
 
 struct Chunk {
   uint4 low, high;
 };
+
+// The lane's values of k up to k + 7. Past the width it is the row's beginning: load_tokens gives zeros there.
+__device__ __forceinline__ void load_chunk(Chunk& to, const Rows& rows, int k, int width, bool live) {
+  const int at = k < width ? k : 0;
+  load_weights_into(to.low, rows.low + at, live);
+  load_weights_into(to.high, rows.high + at, live);
+}
 
 template <int NT>
 __device__ __forceinline__ void multiply(float (&sums)[NT][4], const Chunk& w, const uint4 (&x)[NT]) {
@@ -41,13 +50,6 @@ struct Tokens {
   const bf16* x;
   int width, pitch, rows;
 };
-
-// The lane's values of k up to k + 7. Past the width it is the row's beginning: load_tokens gives zeros there.
-__device__ __forceinline__ void load_chunk(Chunk& to, const Rows& rows, int k, int width, bool live) {
-  const int at = k < width ? k : 0;
-  load_weights_into(to.low, rows.low + at, live && rows.has_low);
-  load_weights_into(to.high, rows.high + at, live && rows.has_high);
-}
 
 template <int NT>
 __device__ __forceinline__ void load_tokens(uint4 (&to)[NT], const Tokens& tokens, int k) {
@@ -88,6 +90,114 @@ struct Sums {
 template <int NT>
 __device__ __forceinline__ float* sums_of(float* shared, int parity) {
   return shared + parity * (blockDim.x / WARP) * NT * 8 * PITCH;
+}
+
+// No factor on the tokens.
+struct Plain {
+  static constexpr bool SCALED = false;
+  __device__ __forceinline__ void prepare() const {}
+  __device__ __forceinline__ float of(int, int) const { return 1.0f; }
+};
+
+// Walk this block's tiles. Source: first(), step, width (of a weight row), early(tile): may its weights be loaded
+// before the wait; end(): called after the wait; rows(tile, g). WRAP: a weight row is several parts side by side,
+// each as wide as the tokens rounded up to a chunk, and each meets the same tokens. Epilogue: operator()(tile, Sums)
+// by all threads after a barrier, finish() at the end. Shared memory: sums_of.
+template <int NT, bool WRAP, class Source, class Factor, class Epilogue>
+__device__ __forceinline__ void stream_tiles(
+    const Source& source, const Tokens& tokens, const Factor& factor, Epilogue& epilogue, const Ahead& asked = {}) {
+  DYNAMIC_SHARED(shared);
+  const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
+  const int group = lane / 4, column = lane % 4 * 8;
+  const int chunks = (source.width + CHUNK - 1) / CHUNK;
+  const int batches = (chunks + warps * DEPTH - 1) / (warps * DEPTH);
+  int tile = source.first();
+  Chunk ring[DEPTH];
+  Rows rows;
+  const bool early = source.early(tile);
+  if (early) {
+    rows = source.rows(tile, group);
+#pragma unroll
+    for (int s = 0; s < DEPTH; ++s) load_chunk(ring[s], rows, (s * warps + warp) * CHUNK + column, source.width, true);
+  }
+  wait_for_producer();
+  let_next_start();
+  const int end = source.end();
+  if (!early && tile < end) {
+    rows = source.rows(tile, group);
+#pragma unroll
+    for (int s = 0; s < DEPTH; ++s) load_chunk(ring[s], rows, (s * warps + warp) * CHUNK + column, source.width, true);
+  }
+  factor.prepare();
+  float sums[NT][4] = {};
+  for (int parity = 0; tile < end; parity ^= 1) {
+    for (int batch = 0; batch < batches; ++batch) {
+      uint4 x[DEPTH][NT];
+#pragma unroll
+      for (int s = 0; s < DEPTH; ++s) {
+        int chunk = (batch * DEPTH + s) * warps + warp;
+        if constexpr (WRAP) {
+          const int once = (tokens.width + CHUNK - 1) / CHUNK;
+          chunk = chunk < chunks ? chunk % once : once;  // past the weights: zeros
+        }
+        load_tokens(x[s], tokens, chunk * CHUNK + column);
+      }
+      const bool last = batch + 1 == batches;
+      const bool more = !last || tile + source.step < end;
+      if (last && more) rows = source.rows(tile + source.step, group);
+      if (!more && warp == 0) ask_ahead(asked, blockIdx.x, gridDim.x);
+      const int ahead = last ? 0 : batch + 1;
+#pragma unroll
+      for (int s = 0; s < DEPTH; ++s) {
+        if constexpr (Factor::SCALED) {
+          float fresh[NT][4] = {};
+          multiply(fresh, ring[s], x[s]);
+          const int k = ((batch * DEPTH + s) * warps + warp) * CHUNK;
+#pragma unroll
+          for (int n = 0; n < NT; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sums[n][i] += factor.of(n * 8 + lane % 4 * 2 + i % 2, k) * fresh[n][i];
+          }
+        } else {
+          multiply(sums, ring[s], x[s]);
+        }
+        load_chunk(ring[s], rows, ((ahead * DEPTH + s) * warps + warp) * CHUNK + column, source.width, more);
+      }
+    }
+    Sums<NT> all = {sums_of<NT>(reinterpret_cast<float*>(shared), parity)};
+    all.put(warp, sums);
+    __syncthreads();
+    epilogue(tile, all);
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
+    }
+    tile += source.step;
+  }
+  epilogue.finish();
+}
+
+// Tiles of 16 rows of one matrix [n, width]; block b has tiles b * per up to (b + 1) * per.
+struct Matrix {
+  const bf16* weight;
+  int n, width, per;
+  static constexpr int step = 1;
+
+  __device__ __forceinline__ int first() const { return blockIdx.x * per; }
+  __device__ __forceinline__ int end() const { return min((n + 15) / 16, first() + per); }
+  __device__ __forceinline__ bool early(int) const { return true; }
+  __device__ __forceinline__ const bf16* row(int at) const { return weight + i64(at < n ? at : 0) * width; }
+  __device__ __forceinline__ Rows rows(int tile, int group) const {
+    return {row(tile * 16 + group), row(tile * 16 + group + 8)};
+  }
+};
+
+// Eight gate rows and the eight matching up rows of gate_up [2 inner, width] make a tile: SwiGLU needs both at once,
+// and tiles of half the bytes balance better over the machine than 16 + 16.
+__device__ __forceinline__ Rows gate_up_rows(const bf16* weight, int inner, int width, int tile, int group) {
+  const int at = tile * 8 + group < inner ? tile * 8 + group : 0;
+  return {weight + i64(at) * width, weight + (i64(inner) + at) * width};
 }
 
 // SiLU(gate) · up; with a limit the gate is cut after SiLU from above, up on both sides.
