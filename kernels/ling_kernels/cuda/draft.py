@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ling_kernels.cuda.latent import MERGE_GROUPS, SPLITS, THREADS, AttendOps, attend_bytes
 from ling_kernels.cuda.sample import BLOCKS
-from ling_kernels.ops import ROW_TILE, DraftLayerParams, DraftParams, KernelError, Proposal, Sampling
+from ling_kernels.ops import DRAFT_BEST, ROW_TILE, DraftLayerParams, DraftParams, KernelError, Proposal, Sampling
 
 HEAD, TILES, STAGES = 128, 4, 2  # as in draft.cu
 # (lanes to a row of W2, pieces of 8 a lane): for ranks up to 8 * lanes * pieces
@@ -94,7 +94,7 @@ class DraftOps(AttendOps):
             args += [params.temperatures[row:], confidence[row:], blocks, row, sampling.vocab, rank, h.shape[1]]
             self.device.launch(name, grid + 1, THREADS, [*args, int(params.confidence_with_markov)])
             if logits is not None:
-                self.draw(logits, positions[row:], sampling, 1, drawn=drawn[row])
+                self.draw(logits, positions[row:], sampling, 1, drawn=drawn[row], most=DRAFT_BEST)
         tokens = torch.empty(num, dtype=torch.int64, device=where)
         self.device.launch("markov_tokens", num, 32, [drawn, blocks, tokens])
         return Proposal(tokens, confidence)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ling_kernels.ops import ROW_TILE, DraftLayerParams, DraftParams, Proposal, Sampling
 from ling_kernels.reference.dense import linear, mlp, rms_norm
 from ling_kernels.reference.mla import rotate
-from ling_kernels.reference.sample import choose
+from ling_kernels.reference.sample import choose_draft
 
 
 def _turned(x: Tensor, angles: Tensor, params: DraftParams) -> Tensor:
@@ -81,7 +81,7 @@ def pick(
         bias, state = _markov(hidden, known, state, params)
         logits = base[row : row + 1] + F.linear(bias, params.markov_w2.float())
         confidence.append(_confidence(hidden, known, params, row))
-        before = choose(logits[:, : sampling.vocab], positions[row : row + 1], sampling)
+        before = choose_draft(logits[:, : sampling.vocab], positions[row : row + 1], sampling)
         drafts.append(before)
     return Proposal(torch.cat(drafts), torch.cat(confidence))
 

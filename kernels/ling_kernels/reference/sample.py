@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ling_kernels.ops import (
+    DRAFT_BEST,
     ERROR_NON_FINITE,
+    RING_HEADER,
     ROW_TILE,
     STOPPED_EOS,
     STOPPED_LENGTH,
@@ -38,9 +40,13 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 def gumbel(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise [n, vocab] fp32, a function of (seed, position, token) alone."""
+    return gumbel_of(seed, positions, torch.arange(vocab, device=positions.device))
+
+
+def gumbel_of(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """The same for some tokens, [m] or [n, m]."""
     row = _hash(_hash(seed + _POSITION_KEY) + positions * _POSITION_KEY)
-    tokens = torch.arange(vocab, device=positions.device) * _TOKEN_KEY
-    bits = _hash(row[:, None] + tokens) >> 41 & ((1 << 23) - 1)
+    bits = _hash(row[:, None] + tokens * _TOKEN_KEY) >> 41 & ((1 << 23) - 1)
     # 23 bits and a half: fp32 holds each exactly, so the uniform is never 0 or 1
     return -torch.log(-torch.log((bits.float() + 0.5) * 2.0**-23))
 
@@ -69,9 +75,19 @@ def choose(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
     return (filtered_logits(logits, sampling) + gumbel(sampling.seed, positions, logits.shape[-1])).argmax(-1)
 
 
+def choose_draft(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+    """The same from the DRAFT_BEST best tokens of each row at most: a draft may be anything, and what comes after them
+    is seldom drawn but costs a sort of the vocabulary, and noise for all of it."""
+    if sampling.greedy:
+        return logits.argmax(-1)
+    values, tokens = logits.topk(min(DRAFT_BEST, logits.shape[-1]))
+    noise = gumbel_of(sampling.seed, positions, tokens)
+    return tokens.gather(-1, (filtered_logits(values, sampling) + noise).argmax(-1, keepdim=True))[:, 0]
+
+
 def pick(logits: Tensor, positions: Tensor, sampling: Sampling) -> Proposal:
     logits = logits[:, : sampling.vocab]
-    tokens = choose(logits, positions, sampling)
+    tokens = choose_draft(logits, positions, sampling)
     return Proposal(tokens, logits.softmax(-1).gather(1, tokens[:, None])[:, 0])
 
 
@@ -101,11 +117,18 @@ def verdict(
     return Verdict(tokens, count, anchor, limits.done | bad | (finish > 0), entry)
 
 
-def advance(verdict: Verdict, ring: Tensor, length: Tensor, anchor: Tensor, limits: Limits) -> None:
+def advance(verdict: Verdict, ring: Tensor, positions: Tensor, anchor: Tensor, limits: Limits) -> None:
     entry = torch.nn.functional.pad(verdict.entry, (0, ROW_TILE))
     ring.index_copy_(0, (limits.step % ring.shape[0]).view(1), entry[None])
-    length += verdict.count
+    positions += verdict.count
     limits.remaining.sub_(verdict.count)
     anchor.copy_(torch.where(verdict.count > 0, verdict.anchor, anchor))
     limits.done.copy_(verdict.done)
     limits.step.add_(1)
+
+
+def expect(proposal: Proposal, drafts: Tensor, ring: Tensor, step: Tensor) -> None:
+    num, column = proposal.drafts.shape[0], RING_HEADER + ROW_TILE
+    drafts[:num].copy_(proposal.drafts)
+    entry = (proposal.confidence * 1e6).long()[None]
+    ring[:, column : column + num].index_copy_(0, ((step - 1) % ring.shape[0]).view(1), entry)
