@@ -22,7 +22,7 @@ from torch import Tensor
 
 ROW_TILE = 16
 MAX_STOP_IDS = 16
-DRAFT_BEST = 128  # a draft is drawn from so many best tokens at most
+DRAFT_BEST = 64  # a draft is drawn from so many best tokens at most
 STOPPED_EOS, STOPPED_LENGTH = 1, 2
 ERROR_NON_FINITE = 1
 RING_HEADER = 6  # step number, count, drafted, accepted, finish, error; then ROW_TILE ids, and as many confidences

@@ -128,7 +128,7 @@ def test_the_words_move_on(place: Place) -> None:
     checks.check_advance(place)
 
 
-@pytest.mark.parametrize("words", [SAMPLINGS[0], SAMPLINGS[4]])
+@pytest.mark.parametrize("words", [SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[4]])
 def test_pick(place: Place, words: tuple[float, int, float]) -> None:
     checks.check_pick(place, 203, checks.make_sampling(place, 203, *words))
 

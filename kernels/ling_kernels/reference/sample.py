@@ -7,6 +7,8 @@ emitted ids are the same with and without drafts, greedy or sampled.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -40,13 +42,16 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 def gumbel(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise [n, vocab] fp32, a function of (seed, position, token) alone."""
-    return gumbel_of(seed, positions, torch.arange(vocab, device=positions.device))
+    return _noise(_row_keys(seed, positions), torch.arange(vocab, device=positions.device))
 
 
-def gumbel_of(seed: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """The same for some tokens, [m] or [n, m]."""
-    row = _hash(_hash(seed + _POSITION_KEY) + positions * _POSITION_KEY)
-    bits = _hash(row[:, None] + tokens * _TOKEN_KEY) >> 41 & ((1 << 23) - 1)
+def _row_keys(seed: Tensor, positions: Tensor) -> Tensor:
+    return _hash(_hash(seed + _POSITION_KEY) + positions * _POSITION_KEY)
+
+
+def _noise(keys: Tensor, tokens: Tensor) -> Tensor:
+    """keys [n]; tokens [m] or [n, m]."""
+    bits = _hash(keys[:, None] + tokens * _TOKEN_KEY) >> 41 & ((1 << 23) - 1)
     # 23 bits and a half: fp32 holds each exactly, so the uniform is never 0 or 1
     return -torch.log(-torch.log((bits.float() + 0.5) * 2.0**-23))
 
@@ -75,19 +80,45 @@ def choose(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
     return (filtered_logits(logits, sampling) + gumbel(sampling.seed, positions, logits.shape[-1])).argmax(-1)
 
 
-def choose_draft(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
-    """The same from the DRAFT_BEST best tokens of each row at most: a draft may be anything, and what comes after them
-    is seldom drawn but costs a sort of the vocabulary, and noise for all of it."""
+class DraftRule(NamedTuple):
+    """What n drafts are drawn by, made once for all of them: keys [n] of their noise; cut [C]: 0 for each of the best
+    tokens that top-k keeps, -inf past them."""
+
+    keys: Tensor
+    cut: Tensor
+    temperature: Tensor
+    top_p: Tensor
+
+
+def draft_rule(positions: Tensor, sampling: Sampling) -> DraftRule | None:
+    """For `choose_draft`; None where drafts are greedy."""
     if sampling.greedy:
+        return None
+    best = min(DRAFT_BEST, sampling.vocab)
+    cut = torch.zeros(best, device=positions.device)
+    past = torch.arange(best, device=positions.device) >= sampling.top_k
+    cut.masked_fill_(past & (sampling.top_k > 0), -torch.inf)
+    keys = _row_keys(sampling.seed, positions)
+    return DraftRule(keys, cut, sampling.temperature.clamp(min=1e-5), sampling.top_p)
+
+
+def choose_draft(logits: Tensor, rule: DraftRule | None, row: slice = slice(None)) -> Tensor:
+    """`choose` for drafts `row` of the rule, from the DRAFT_BEST best tokens of each at most: a draft may be anything,
+    and what comes after them is seldom drawn, but costs a sort of the vocabulary and noise for all of it."""
+    if rule is None:
         return logits.argmax(-1)
-    values, tokens = logits.topk(min(DRAFT_BEST, logits.shape[-1]))
-    noise = gumbel_of(sampling.seed, positions, tokens)
-    return tokens.gather(-1, (filtered_logits(values, sampling) + noise).argmax(-1, keepdim=True))[:, 0]
+    values, tokens = logits.topk(rule.cut.shape[0])
+    scaled = values / rule.temperature + rule.cut
+    probability = scaled.softmax(-1)
+    before = probability.cumsum(-1) - probability
+    scaled = torch.where(before < rule.top_p, scaled, -torch.inf)  # all of them -inf: the first, which is the best
+    place = (scaled + _noise(rule.keys[row], tokens)).argmax(-1, keepdim=True)
+    return tokens.gather(-1, place)[:, 0]
 
 
 def pick(logits: Tensor, positions: Tensor, sampling: Sampling) -> Proposal:
     logits = logits[:, : sampling.vocab]
-    tokens = choose_draft(logits, positions, sampling)
+    tokens = choose_draft(logits, draft_rule(positions, sampling))
     return Proposal(tokens, logits.softmax(-1).gather(1, tokens[:, None])[:, 0])
 
 

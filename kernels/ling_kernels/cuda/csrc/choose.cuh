@@ -61,10 +61,10 @@ __device__ __forceinline__ void find_cut(const u64* masses, const u32* counts, c
   const u32 wanted = filter.count(vocab);
   if (by_count && before_number < wanted && wanted <= before_number + number) {
     u64 at = before;
+#pragma unroll
     for (int i = 0; i < EACH; at += mass[i], before_number += count[i], i++) {
-      if (wanted > before_number + count[i]) continue;
+      if (before_number >= wanted || wanted > before_number + count[i]) continue;
       s.cut.before_kth = at, s.cut.count_before = before_number, s.cut.kth = first + i, s.mass_kth = mass[i];
-      break;
     }
   }
   __syncthreads();

@@ -126,7 +126,9 @@ struct Filter {  // most: keep so many best ones at most, 0 for no such bound
   int most;
 
   __device__ Filter(float temperature, i64 top_k, float top_p, int most)
-      : heat(fmaxf(temperature, 1e-5f)), inverse(1.0f / heat), top_p(top_p), top_k(top_k), most(most) {}
+      : heat(fmaxf(temperature, 1e-5f)), inverse(__fdividef(1.0f, heat)), top_p(top_p), top_k(top_k), most(most) {
+    inverse = __fmaf_rn(__fmaf_rn(-inverse, heat, 1.0f), inverse, inverse);
+  }
 
   // logit / heat, rounded as a division is; the division itself has a branch and a call for numbers that no logit is
   __device__ float scaled(float logit) const {
