@@ -2,51 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-PREFIX = "LING_"
+from ling_local.setting import PREFIX, Setting, show
 
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One row of the table.
-
-    kind      "int", "float", "bool", "str", "choice" or "list" (of str)
-    flags     its options on the command line; a bool may give "--yes/--no"
-    low, high bounds, both allowed; shown: the default in words where the value says little
-    kept      may stand in config.toml and in a LING_ variable; else it is a flag only
-    """
-
-    name: str
-    kind: str
-    default: Any
-    flags: tuple[str, ...]
-    help: str
-    metavar: str = ""
-    choices: tuple[str, ...] = ()
-    low: float = -math.inf
-    high: float = math.inf
-    shown: str = ""
-    kept: bool = True
-
-    @property
-    def variable(self) -> str:
-        return PREFIX + self.name.upper()
-
-    @property
-    def flag(self) -> str:
-        """The long option, as a message names it."""
-        return next(part for part in self.flags[0].split("/") if part.startswith("--"))
-
-    @property
-    def default_text(self) -> str:
-        """The default as a person reads it."""
-        return self.shown or show(self.default)
-
+__all__ = ["KEPT", "PREFIX", "ROWS", "TABLE", "Setting", "show"]
 
 ROWS = (
     Setting(
@@ -66,7 +26,7 @@ ROWS = (
         "Tokens to generate at most; 0 generates nothing.",
         "N",
         low=0,
-        shown="256 for complete, 1024 for chat",
+        shown="256 for complete, 1024 for chat; serve: 256, and what the context holds",
     ),
     Setting("temperature", "float", 0.0, ("--temperature", "-t"), "0 is greedy.", "X", low=0, high=100),
     Setting("top_p", "float", 1.0, ("--top-p",), "Nucleus sampling; 1 is off.", "X", low=0, high=1),
@@ -173,7 +133,24 @@ ROWS = (
         shown="the drafter's own",
     ),
     Setting("device", "choice", "cpu", ("--device",), "Where to run.", choices=("cpu", "cuda")),
-    Setting("dtype", "choice", "float32", ("--dtype",), "Type to compute in.", choices=("float32", "bfloat16")),
+    Setting(
+        "gpus",
+        "str",
+        None,
+        ("--gpus",),
+        "GPUs to use as one, by number; 1, 2, 4 or 8 of them.",
+        "0,1,...",
+        shown="as many as the model needs",
+    ),
+    Setting(
+        "dtype",
+        "choice",
+        None,
+        ("--dtype",),
+        "Type to compute in; a GPU computes in bfloat16.",
+        choices=("float32", "bfloat16"),
+        shown="float32 on a CPU, bfloat16 on a GPU",
+    ),
     Setting(
         "ctx",
         "int",
@@ -182,7 +159,7 @@ ROWS = (
         "Tokens of context to hold.",
         "N",
         low=0,
-        shown="0, the model's own limit",
+        shown="0, the model's own limit, or on a GPU what fits",
     ),
     Setting("threads", "int", 0, ("--threads",), "CPU threads.", "N", low=0, high=1024, shown="0, chosen by ling"),
     Setting(
@@ -202,9 +179,51 @@ ROWS = (
         choices=("auto", "always", "never"),
     ),
     Setting("quiet", "bool", False, ("--quiet/--no-quiet", "-q"), "No notices and warnings on stderr, errors only."),
+    Setting(
+        "verbose",
+        "bool",
+        False,
+        ("--verbose/--no-verbose", "-v"),
+        "More lines on stderr: which model, from where, how it runs.",
+    ),
     Setting("debug", "bool", False, ("--debug/--no-debug",), "Show the trace of a failure."),
+    Setting(
+        "offline",
+        "bool",
+        False,
+        ("--offline/--online",),
+        "Use what is on this machine, fetch nothing. HF_HUB_OFFLINE does the same.",
+    ),
     Setting("prompt", "str", None, ("--prompt", "-p"), "The prompt.", "TEXT", shown="none", kept=False),
     Setting("json", "bool", False, ("--json",), "JSON on stdout.", kept=False),
+    Setting(
+        "revision",
+        "str",
+        "main",
+        ("--revision",),
+        "Branch, tag or commit of the repository.",
+        "NAME",
+        kept=False,
+    ),
+    Setting(
+        "verify",
+        "bool",
+        False,
+        ("--verify",),
+        "Hash the files that are here already, too, and fetch the damaged ones again.",
+        kept=False,
+    ),
+    Setting(
+        "timeout",
+        "float",
+        60.0,
+        ("--timeout",),
+        "Seconds that torch and the driver may take to answer.",
+        "SECONDS",
+        low=0.1,
+        kept=False,
+    ),
+    Setting("all", "bool", False, ("--all", "-a"), "List what can be fetched, too.", kept=False),
     Setting(
         "format",
         "choice",
@@ -256,6 +275,47 @@ ROWS = (
         kept=False,
     ),
     Setting(
+        "dummy",
+        "choice",
+        None,
+        ("--dummy",),
+        "Random weights in a published shape in place of a model: times are real, the text is not.",
+        choices=("tiny", "flash"),
+        shown="none",
+        kept=False,
+    ),
+    Setting(
+        "layers", "int", 0, ("--layers",), "With --dummy: only so many layers.", "N", low=0, shown="all", kept=False
+    ),
+    Setting(
+        "shard",
+        "int",
+        1,
+        ("--shard",),
+        "With --dummy: one rank's part of so many, without the exchange between them.",
+        "N",
+        low=1,
+        kept=False,
+    ),
+    Setting(
+        "accept_pattern",
+        "str",
+        None,
+        ("--accept-pattern",),
+        "Force how many drafts each step accepts, with commas, and from the beginning again.",
+        "LIST",
+        shown="none",
+        kept=False,
+    ),
+    Setting(
+        "breakdown",
+        "bool",
+        False,
+        ("--breakdown",),
+        "With --dummy: time each op of a step instead, cold, beside its floor.",
+        kept=False,
+    ),
+    Setting(
         "check",
         "bool",
         False,
@@ -272,18 +332,45 @@ ROWS = (
         choices=("own", "all"),
         kept=False,
     ),
+    Setting(
+        "host",
+        "str",
+        "127.0.0.1",
+        ("--host",),
+        "Address to listen on; one that other machines reach needs a key.",
+        "HOST",
+    ),
+    Setting("port", "int", 5464, ("--port",), "Port to listen on; 0 takes a free one.", "N", low=0, high=65535),
+    Setting(
+        "api_key",
+        "str",
+        None,
+        ("--api-key",),
+        "Clients have to show this key. A flag can be seen by others here: rather use the variable.",
+        "KEY",
+        shown="none",
+        secret=True,
+    ),
+    Setting("queue", "int", 8, ("--queue",), "Requests that may wait; more are refused.", "N", low=0, high=10_000),
+    Setting(
+        "allow_host",
+        "list",
+        (),
+        ("--allow-host",),
+        "Another name that this server is reached by; may be given more than once.",
+        "NAME",
+        shown="none",
+    ),
+    Setting(
+        "allow_origin",
+        "list",
+        (),
+        ("--allow-origin",),
+        "Web pages of this origin may read the answers; may be given more than once.",
+        "URL",
+        shown="none",
+    ),
 )
 
 TABLE: Mapping[str, Setting] = {row.name: row for row in ROWS}
 KEPT: Mapping[str, Setting] = {row.name: row for row in ROWS if row.kept}
-
-
-def show(value: Any) -> str:
-    """A setting's value as a person writes it."""
-    if value is None or value == ():
-        return "none"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return json.dumps(list(value), ensure_ascii=False)
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -25,6 +25,7 @@ class Tally:
         self._prefill_s: float | None = None
         self._tokens = self._thinking = self._steps = self._drafted = 0
         self._first_tokens = 0
+        self._gpu_s = 0.0  # of all steps but the first
         self._by_position: list[int] = []
         self._first_s: float | None = None
         self._answer_s: float | None = None
@@ -50,6 +51,8 @@ class Tally:
             self._by_position[position] += 1
         if self._first_s is None:
             self._first_s, self._first_tokens = step.time_s, num_ids
+        else:
+            self._gpu_s += step.gpu_s
         if has_answer and self._answer_s is None:
             self._answer_s = step.time_s
         self._last_s = step.time_s
@@ -75,6 +78,7 @@ class Tally:
             ttfa_s=self._since_taken(self._answer_s),
             tpot_s=span_s / later if later else None,
             step_s=span_s / (self._steps - 1) if self._steps > 1 else None,
+            gpu_step_s=self._gpu_s / (self._steps - 1) if self._gpu_s else None,
             prefill_s=self._prefill_s,
             wall_s=self._seen_s - self._taken_s,
             context_limit=self._context_limit,

@@ -118,6 +118,7 @@ class StepResult:
     finish    set on the last step only; a last step may carry no ids (cancelled)
     cached, prefilled   set on the first step: prompt tokens found in the state, and computed
     prefill_s time spent on the prefill, on the first step
+    gpu_s     what the step took on a GPU by its own clock, 0 on a CPU
     """
 
     ids: tuple[int, ...]
@@ -128,6 +129,7 @@ class StepResult:
     cached: int = 0
     prefilled: int = 0
     prefill_s: float = 0.0
+    gpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,8 @@ class Stats:
     ttft_s   request taken to the first token of any kind; ttfa_s: to the first token of the answer
     tpot_s   (t_last - t_first) / (tokens after the first step), None if there are none: with one token in the
              first step this is (t_last - t_first) / (n - 1); with four tokens every 20 ms it is 5 ms
+    step_s   time between steps as the caller sees it, mean of all but the first; gpu_step_s: of the same steps on the
+             GPU by its own clock, None on a CPU. What the one exceeds the other is the host's share.
     accepted_by_position   entry j: steps in which at least j+1 drafts were accepted
     accept_length          emitted tokens / verify steps, bonus counted, 1.0 with no drafts
     """
@@ -153,6 +157,7 @@ class Stats:
     ttfa_s: float | None = None
     tpot_s: float | None = None
     step_s: float | None = None
+    gpu_step_s: float | None = None
     prefill_s: float | None = None
     wall_s: float = 0.0
     context_limit: int = 0

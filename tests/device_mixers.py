@@ -177,7 +177,7 @@ def check_mla(place: Place, heads: int, rank: int, length: int, rows: int) -> No
 
 def check_mla_bits(place: Place, heads: int, length: int, widths: tuple[int, ...]) -> None:
     """A row's bits do not depend on the window, nor on what lies past it."""
-    params, capacity, total = make_mla(place, heads), -(-(length + 2 * ROW_TILE) // 128) * 128, 8
+    params, capacity, total = make_mla(place, heads), -(-(length + 2 * ROW_TILE) // 128) * 128, max(8, *widths)
     table = mla.rope_table(capacity, 64, 6e6, place.device)
     place.constant(table)
     proj = place.rand(total, heads * 193 + 576, seed=66)
@@ -377,6 +377,15 @@ def make_draft(
         mask_id=0,
         eps=EPS,
     )
+
+
+def check_draft_embed(place: Place, width: int) -> None:
+    table = place.weight(50, width, seed=115)
+    anchor, length = torch.tensor(7, device=place.device), torch.tensor(30, device=place.device)
+    got = place.ops.draft_embed(anchor, length, table, 3, 9)
+    want = draft.embed(anchor, length, table, 3, 9)
+    assert_bits(got[0], want[0], "embeddings of a block")
+    assert torch.equal(got[1], want[1])
 
 
 def check_draft(place: Place, params: DraftParams, length: int, rows: int, block: int) -> None:

@@ -134,3 +134,16 @@ def test_folding_is_linear() -> None:
 
     cost(1000)
     assert cost(20_000) < 20 * max(cost(2000), 0.002)
+
+
+def test_the_gpus_own_time_leaves_out_the_first_step_like_the_callers() -> None:
+    tally = Tally(0.0, 3, 100)
+    for number in range(4):
+        tally.add(StepResult((1,), time_s=1 + 0.5 * number, gpu_s=9.0 if number == 0 else 0.4))
+    stats = tally.stats()
+    assert stats.step_s == pytest.approx(0.5)
+    assert stats.gpu_step_s == pytest.approx(0.4)
+    tally = Tally(0.0, 3, 100)
+    tally.add(StepResult((1,), time_s=1.0))
+    tally.add(StepResult((1,), time_s=2.0))
+    assert tally.stats().gpu_step_s is None

@@ -6,15 +6,13 @@ together are at least three times the L2, and the time is a replay's divided by 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-REPLAYS = 15
-TIMES_L2 = 3
+from ling_local.engine import timing
 
 
 @dataclass(frozen=True)
@@ -29,27 +27,17 @@ class Timing:
 
 def copies_for(num_bytes: float) -> int:
     """Layers that are needed so that none is still in L2 when its turn comes again; at least four."""
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    return max(4, int(TIMES_L2 * l2 / num_bytes) + 1)
+    return max(4, int(timing.TIMES_L2 * timing.l2_bytes("cuda") / num_bytes) + 1)
 
 
 def time_graph(launches: Sequence[Callable[[], object]]) -> float:
     """Microseconds of one launch: the median replay of a graph of all of them, divided by their number."""
-    for launch in launches:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    return 1000 * _median(graph.replay) / len(launches)
+    return timing.launches_us(launches, "cuda")
 
 
-def copy_bandwidth(num_bytes: int = 2**31) -> float:
+def copy_bandwidth() -> float:
     """Bytes a second of a large device copy, read and written: the ceiling that shares are given of."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * num_bytes / (1e-3 * _median(lambda: target.copy_(source)))
+    return timing.copy_bandwidth("cuda")
 
 
 def print_table(timings: Sequence[Timing], bandwidth: float) -> None:
@@ -68,18 +56,3 @@ def print_table(timings: Sequence[Timing], bandwidth: float) -> None:
 def weight(*shape: int) -> Tensor:
     """Random bf16 on the device, scaled so that products stay of order one."""
     return torch.randn(*shape, dtype=torch.bfloat16, device="cuda") * shape[-1] ** -0.5
-
-
-def _median(run: Callable[[], object]) -> float:
-    """Milliseconds of a run by events, median of several after a warm-up."""
-    for _ in range(3):
-        run()
-    spans = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        spans.append(start.elapsed_time(end))
-    return statistics.median(spans)

@@ -172,11 +172,15 @@ def time_draft(ops: CudaOps, hidden: int, vocab: int, context: int) -> Iterator[
     size = weights + _bytes(cache) * context / capacity
     yield Timing("draft_block", 7, size, time_graph([_call(ops.draft_block, x, params, cache, table, length, 0)]))
     base, positions = torch.randn(7, vocab, device="cuda"), torch.arange(7, device="cuda")
-    anchor = torch.zeros((), dtype=torch.int64, device="cuda")
+    anchor, size = torch.zeros((), dtype=torch.int64, device="cuda"), 7 * _bytes(params.markov_w2) + _bytes(base)
     for name, words in SAMPLINGS.items():
         call = _call(ops.markov_pick, base, x, anchor, params, positions, sampling_of(words, vocab))
-        size = 7 * _bytes(params.markov_w2) + _bytes(base)
         yield Timing(f"markov_pick, 7 picks, {name}", 7, size, time_graph([call]))
+    call = _call(ops.markov_pick, base, x, anchor, params, positions, sampling_of(SAMPLINGS["greedy"], vocab))
+    for turns, asked in ((True, 2), (False, 2), (True, 0), (False, 0), (True, 4)):
+        ops.turns, ops.asked = turns, asked
+        yield Timing(f"7 picks, {'to and fro' if turns else 'one way'}, {asked} asked", 7, size, time_graph([call]))
+    ops.turns, ops.asked = True, 2
     taps = weight(ROW_TILE, 3 * hidden)
     call = _call(ops.draft_context, taps, params, cache, table, positions.repeat(3)[:ROW_TILE], 9)
     size = _bytes(params.fc) + sum(_bytes(p.in_proj) * 2 / 3 for p in params.layers)
@@ -197,9 +201,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 9])
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--no-ahead", action="store_true", help="kernels ask for nothing ahead")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
-    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl, allow_untested=True)
+    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
+    ops.asks = not args.no_ahead
     heads, hidden, layers, rank, vocab = SHAPES[args.shape]
     timings: list[Timing] = []
     with torch.inference_mode():

@@ -141,15 +141,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 9])
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--prefill", type=int, default=8192, help="tokens; 0: none")
-    parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--draft", action="store_true")
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--no-ahead", action="store_true", help="kernels ask for nothing ahead")
+    parser.add_argument("--early", type=float, default=0.4, help="share of L2 that a projection asks for of its own")
+    parser.add_argument("--late-norm", action="store_true", help="exchange_norm waits before it lets the next one in")
+    parser.add_argument("--together", type=int, default=12, help="warps of projections that share a multiprocessor")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
-    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl, allow_untested=True)
+    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
     ops.asks = not args.no_ahead
+    ops.early, ops.early_norm, ops.together = args.early, not args.late_norm, args.together
     config = dummy.shard_of(dummy.MODELS[args.model], args.shard)
     if args.layers:
         config = replace(config, num_layers=args.layers)

@@ -325,6 +325,11 @@ class Ops(Protocol):
         """
         ...
 
+    def draft_embed(self, anchor: Tensor, length: Tensor, table: Tensor, mask: int, num: int) -> tuple[Tensor, Tensor]:
+        """A block's input: embeddings x [num, D] act of `anchor` [] and of num - 1 masks, and positions [num] int64,
+        `length` [] and on. Source: dspark.md section 4."""
+        ...
+
     def draft_block(
         self, x: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, length: Tensor, extent: int
     ) -> Tensor:

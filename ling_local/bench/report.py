@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 import ling_local
@@ -26,12 +27,19 @@ def model_facts(info: EngineInfo, draft: bool) -> dict[str, Any]:
         "block": info.block if draft else 0,
         "parameters": info.parameters,
         "weight_bytes": info.weight_bytes,
+        "state_bytes": info.state_bytes,
     }
 
 
 def machine_facts(machine: dict[str, Any], info: EngineInfo) -> dict[str, Any]:
     """The machine, and what of it the engine uses."""
-    return {**machine, "device": info.device, "ranks": info.ranks, "torch": info.torch or None}
+    return {
+        **machine,
+        "device": info.device,
+        "ranks": info.ranks,
+        "torch": info.torch or None,
+        "gpu_free_bytes": info.free_bytes or None,
+    }
 
 
 def modes_to_json(reports: Sequence[BenchReport], interleaved: bool) -> dict[str, Any]:
@@ -50,6 +58,7 @@ def to_json(report: BenchReport) -> dict[str, Any]:
         **head(),
         "model": model_facts(info, plan.draft),
         "machine": machine_facts(report.machine, info),
+        "marks": list(info.marks),
         "run": {
             "task": plan.task,
             "prompt_tokens": report.samples[0].stats.prompt_tokens,
@@ -72,10 +81,22 @@ def to_json(report: BenchReport) -> dict[str, Any]:
             "step_ms": _summary(report.step_ms),
             "tok_s": 1000 / tpot.mean if tpot and tpot.mean else None,
             "peak_tok_s": 1000 / tpot.min if tpot and tpot.min else None,
+            **_gpu_facts(report),
         },
         "speculation": speculation(report.total),
         "samples": [_sample(sample) for sample in report.samples],
         "warnings": list(report.warnings),
+    }
+
+
+def _gpu_facts(report: BenchReport) -> dict[str, float | None]:
+    """A step by the GPU's own clock, and what the caller's exceeds it; medians over the repetitions."""
+    pairs = [(s.stats.gpu_step_s, s.stats.step_s) for s in report.samples if s.stats.gpu_step_s and s.stats.step_s]
+    if not pairs:
+        return {"gpu_step_ms": None, "host_gap_ms": None}
+    return {
+        "gpu_step_ms": 1000 * median(gpu for gpu, _ in pairs),
+        "host_gap_ms": 1000 * median(seen - gpu for gpu, seen in pairs),
     }
 
 

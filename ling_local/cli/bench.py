@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ling_local.cli import options as opt
+from ling_local.cli.bench_dummy import check_dummy_flags, print_breakdown
 from ling_local.cli.bench_tables import FORMATS, SIDE_BY_SIDE
 from ling_local.cli.opening import Opened, open_model, open_other, sampling, wait_loaded
 from ling_local.cli.output import Output
@@ -28,6 +29,8 @@ PAGE = Page(
         "ling bench --speculation off --tokens 500 -r 10 --json | jq .decode.tpot_ms.p99",
         "ling bench --check --tokens 500 --modes mtp,dspark --check-blocks all --full-width",
         "ling bench --md >> notes.md",
+        "ling bench --dummy tiny --device cuda --prompt-tokens 8192 --accept-pattern 3,0,7",
+        "ling bench --dummy flash --shard 4 --device cuda --breakdown",
     ),
     rare=("prompt_tokens", "temperature", "top_p", "top_k", "seed", "think", *opt.RARE),
     defaults=(("seed", "0"), ("task", "code; all of them for --check")),
@@ -36,7 +39,10 @@ PAGE = Page(
     "Without --modes and --speculation a model that has a drafter is measured without and with it, repetition by "
     "repetition; JSON then holds a list of reports.\n\n"
     "--check makes --tokens tokens from every bundled prompt, greedy and sampled, without drafts and with each "
-    "drafter asked for, and compares all ids; exit code 1 if one differs. Seconds are for information.",
+    "drafter asked for, and compares all ids; exit code 1 if one differs. Seconds are for information.\n\n"
+    "--accept-pattern makes each step accept that many drafts: the drafter, the verify pass and the commit do all of "
+    "their work, and the drafts are then replaced by what the model is known to say, or not to say. The ids stay what "
+    "they are without drafts. A report of a dummy, a cut or a forced run says so in its first line.",
 )
 _MEMORY_SHARE = 0.5  # of the machine, that weights of several engines may fill together
 
@@ -51,6 +57,11 @@ def command(
     modes: opt.Modes = None,
     speculation: opt.Speculation = None,
     full_width: opt.FullWidth = None,
+    dummy: opt.Dummy = None,
+    layers: opt.Layers = None,
+    shard: opt.Shard = None,
+    accept_pattern: opt.AcceptPattern = None,
+    breakdown: opt.Breakdown = None,
     check: opt.Check = None,
     check_blocks: opt.CheckBlocks = None,
     format: opt.Format = None,
@@ -65,19 +76,25 @@ def command(
     think: opt.Think = None,
     block: opt.Block = None,
     device: opt.Device = None,
+    gpus: opt.Gpus = None,
     dtype: opt.Dtype = None,
     ctx: opt.Ctx = None,
     threads: opt.Threads = None,
     engine: opt.EngineName = None,
     color: opt.Color = None,
     quiet: opt.Quiet = None,
+    verbose: opt.Verbose = None,
     debug: opt.Debug = None,
+    offline: opt.Offline = None,
 ) -> bool:
     """Measure how fast the model runs here: first token, time per token, tokens per second."""
     settings, output = opt.open_settings(context)
     wanted = _format(settings, json, csv, md)
     output.json = wanted == "json"
     names = _modes(settings)
+    check_dummy_flags(settings)
+    if settings["breakdown"]:
+        return print_breakdown(settings, output, wanted)
     if settings["check"]:
         from ling_local.cli.bench_check import check_and_print
 
@@ -162,7 +179,7 @@ def _fit_together(opened: Opened, num_engines: int) -> bool:
     from ling_local.bench import machine
 
     info, memory_bytes = opened.engine.info, machine()["memory_bytes"]
-    if info.device == "cuda":  # what is free there is not known on this side; one is known to fit
+    if info.device.startswith("cuda"):  # what is free there is not known on this side; one is known to fit
         return False
     return memory_bytes is None or num_engines * info.weight_bytes < _MEMORY_SHARE * memory_bytes
 
@@ -190,7 +207,7 @@ def _plan(settings: Settings, draft: bool) -> BenchPlan:
         sampling=params if settings["seed"] is not None else replace(params, seed=0),
         thinking=settings["think"],
         draft=draft,
-        full_width=settings["full_width"],
+        full_width=settings["full_width"] or settings["accept_pattern"] is not None,
     )
 
 

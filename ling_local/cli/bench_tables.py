@@ -62,9 +62,11 @@ def _summaries(document: Document) -> Cells:
 
 
 def machine_line(document: Document) -> str:
-    """The model and where it runs."""
+    """The model and where it runs; what makes the run no ordinary one stands in front."""
+    marks = "".join(f"[{mark}]\n" for mark in document.get("marks", ()))
     model, machine = document["model"], document["machine"]
-    return f"{model['id']} ({model['dtype']}) on {machine['device']}: {machine['cpu']}, {machine['cpus']} CPUs"
+    where = f"{machine['device']}: {machine['cpu']}, {machine['cpus']} CPUs"
+    return f"{marks}{model['id']} ({model['dtype']}) on {where}"
 
 
 def _run_line(document: Document) -> str:
@@ -79,8 +81,11 @@ def _headline(document: Document) -> list[str]:
     """What was run, and the figure that people look for."""
     speculation = document["speculation"]
     lines = [machine_line(document), _run_line(document), f"decode: {number(document['decode']['tok_s'])} tok/s"]
+    if document["decode"]["gpu_step_ms"] is not None:
+        step, gap = document["decode"]["gpu_step_ms"], document["decode"]["host_gap_ms"]
+        lines.append(f"step on the GPU: {number(step)} ms; the caller sees {number(gap)} ms more")
     if speculation["drafted"]:
-        lines[-1] += f", accept length {speculation['accept_length']:.2f} with {mode_name(document['model'])}"
+        lines[2] += f", accept length {speculation['accept_length']:.2f} with {mode_name(document['model'])}"
         lines.append(
             f"drafts: {speculation['steps']} steps, {speculation['drafted']} drafted, "
             f"{speculation['accepted']} accepted ({100 * speculation['rate']:.1f} %)"
@@ -97,9 +102,13 @@ def _table(document: Document) -> str:
     return "\n".join([*_headline(document), "", aligned([["", *_COLUMNS], *_summaries(document)], 14, 10)])
 
 
+def _broken(lines: Sequence[str]) -> list[str]:
+    """Lines that Markdown does not join."""
+    return [f"{line}  " for line in "\n".join(lines).split("\n")]
+
+
 def _markdown(document: Document) -> str:
-    head = [f"{line}  " for line in _headline(document)]
-    return "\n".join([*head, "", markdown([["", *_COLUMNS], *_summaries(document)])])
+    return "\n".join([*_broken(_headline(document)), "", markdown([["", *_COLUMNS], *_summaries(document)])])
 
 
 def _csv(document: Document) -> str:
@@ -114,6 +123,7 @@ def _csv_rows(document: Document) -> list[dict[str, Any]]:
         "task": document["run"]["task"],
         "drafter": model["drafter"],
         "block": model["block"],
+        "marks": "; ".join(document["marks"]),
     }
     return [{**run, "repetition": index, **sample} for index, sample in enumerate(document["samples"], 1)]
 
@@ -138,6 +148,9 @@ def _columns(documents: Sequence[Document]) -> Cells:
     for column in ("mean", "sd", "median", "p99"):
         summary("TPOT ms", ("decode", "tpot_ms"), column)
     summary("step ms", ("decode", "step_ms"), "median")
+    if any(document["decode"]["gpu_step_ms"] is not None for document in documents):
+        add("GPU step ms", lambda d: number(d["decode"]["gpu_step_ms"]))
+        add("caller - GPU ms", lambda d: number(d["decode"]["host_gap_ms"]))
     summary("TTFT ms", ("ttft_ms",), "median")
     summary("prefill tok/s", ("prefill", "tok_s"), "median")
     add("accept length", lambda d: f"{d['speculation']['accept_length']:.2f}")
@@ -160,7 +173,8 @@ def _rate_at(document: Document, position: int) -> str:
 
 
 def _compare(documents: Sequence[Document]) -> list[str]:
-    lines = [machine_line(documents[0]), _run_line(documents[0])]
+    marked = max(documents, key=lambda document: len(document["marks"]))
+    lines = [machine_line({**documents[0], "marks": marked["marks"]}), _run_line(documents[0])]
     plain = next((d["decode"]["tpot_ms"]["mean"] for d in documents if d["model"]["drafter"] == "off"), None)
     for document in documents:
         tpot = document["decode"]["tpot_ms"]["mean"]
@@ -174,7 +188,9 @@ def _table_of(documents: Sequence[Document]) -> str:
 
 
 def _markdown_of(documents: Sequence[Document]) -> str:
-    return "\n".join([*(f"{line}  " for line in _compare(documents)), "", markdown(_columns(documents))])
+    return "\n".join(
+        [*(f"{line}  " for line in "\n".join(_compare(documents)).split("\n")), "", markdown(_columns(documents))]
+    )
 
 
 def _csv_of(documents: Sequence[Document]) -> str:

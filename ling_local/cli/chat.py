@@ -59,13 +59,16 @@ def command(
     speculation: opt.Speculation = None,
     block: opt.Block = None,
     device: opt.Device = None,
+    gpus: opt.Gpus = None,
     dtype: opt.Dtype = None,
     ctx: opt.Ctx = None,
     threads: opt.Threads = None,
     engine: opt.EngineName = None,
     color: opt.Color = None,
     quiet: opt.Quiet = None,
+    verbose: opt.Verbose = None,
     debug: opt.Debug = None,
+    offline: opt.Offline = None,
 ) -> None:
     """Talk with the model, or ask one question with -p or on stdin."""
     settings, output = opt.open_settings(context)

@@ -10,23 +10,49 @@ from ling_local import hub, paths
 from ling_local.cli import options as opt
 from ling_local.cli.pages import Page
 from ling_local.errors import ModelError
-from ling_local.settings import KEPT, show, with_model
+from ling_local.settings import KEPT, Setting, show, with_model
 
 PAGE = Page(
     "[OPTIONS]",
-    examples=("ling config", "LING_TEMPERATURE=0.6 ling config", "ling config --json | jq .settings.top_p"),
-    notes="Order: flag, LING_ variable, config.toml, the model's generation_config.json, default. "
-    "`ling help settings` explains each.",
+    examples=("ling config", "ling config -m tiny -t 0.6", "ling config --json | jq .settings.top_p"),
+    rare=(*(name for name in KEPT if name not in ("model", "json")),),
+    notes="Order: flag, LING_ variable, config.toml, the model's generation_config.json, default. With the flags of a "
+    "run it shows what that run would use. `ling help settings` explains each.",
 )
 
 
 def command(
     context: typer.Context,
     model: opt.Model = None,
+    max_tokens: opt.MaxTokens = None,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
+    seed: opt.Seed = None,
+    stop: opt.Stop = None,
+    until: opt.Until = None,
+    system: opt.System = None,
+    think: opt.Think = None,
+    think_budget: opt.ThinkBudget = None,
+    show_thinking: opt.ShowThinking = None,
+    stats: opt.Stats = None,
+    plain: opt.Plain = None,
+    history: opt.History = None,
+    stdin_wait: opt.StdinWait = None,
+    speculation: opt.Speculation = None,
+    block: opt.Block = None,
+    device: opt.Device = None,
+    gpus: opt.Gpus = None,
+    dtype: opt.Dtype = None,
+    ctx: opt.Ctx = None,
+    threads: opt.Threads = None,
+    engine: opt.EngineName = None,
     json: opt.Json = None,
     color: opt.Color = None,
     quiet: opt.Quiet = None,
+    verbose: opt.Verbose = None,
     debug: opt.Debug = None,
+    offline: opt.Offline = None,
 ) -> None:
     """Show every setting and where its value comes from."""
     settings, output = opt.open_settings(context)
@@ -41,13 +67,18 @@ def command(
             settings = completed
     if output.json:
         rows: dict[str, Any] = {
-            name: {"value": settings[name], "source": settings.sources[name], "variable": row.variable}
+            name: {"value": shown(row, settings[name]), "source": settings.sources[name], "variable": row.variable}
             for name, row in KEPT.items()
         }
         output.print_json({"schema": 1, "file": str(paths.config_file()), "settings": rows})
         return
     output.note(f"file: {paths.config_file()}", "dim")
     for name, row in KEPT.items():
-        value = settings[name]
+        value = shown(row, settings[name])
         text = row.default_text if value is None or value == () else show(value)
         output.print(f"{name:<14} {text:<32} {settings.sources[name]}")
+
+
+def shown(row: Setting, value: Any) -> Any:
+    """The value, but for a secret one."""
+    return "(set)" if row.secret and value is not None else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ling_local import hub
 from ling_local.cli.output import Output
-from ling_local.engine.protocol import Engine, EngineInfo, EngineSpec, Progress
+from ling_local.engine.protocol import Dummy, Engine, EngineInfo, EngineSpec, Progress
 from ling_local.errors import UsageError
 from ling_local.settings import Settings, with_model
 from ling_local.types import Channel, Finish, Request, SamplingParams, Stats, StatsEvent, TokenEvent
@@ -24,7 +25,9 @@ DEMO_NOTE = (
     "ling: answering with ling-demo, the small demo model that ships with ling, on the CPU; "
     "-m FOLDER or -m inclusionAI/Ling-3.0-tiny uses a real one"
 )
+DTYPE_OF = {"cpu": "float32", "cuda": "bfloat16"}
 _LARGE_BYTES = 1 << 30
+_BAR = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +63,62 @@ class Answer:
 def model_spec(settings: Settings) -> tuple[EngineSpec, Settings]:
     """Find the model and let its own defaults fill in what nobody chose. Raises ModelError, UsageError."""
     name = settings["model"]
-    if settings["engine"] == "scripted":
+    dummy = None
+    if settings["dummy"]:
+        dummy = dummy_of(settings)
+        folder = Path(f"dummy-{dummy.shape}")
+    elif settings["engine"] == "scripted":
         if name is None:
             raise UsageError("the scripted engine needs a script", "Give one with -m script.json.")
         folder = Path(name).expanduser()
     else:
-        folder = hub.find_model(name)
+        folder = hub.find_model(name, offline=settings["offline"])
         settings = with_model(settings, folder)
     spec = EngineSpec(
         model=str(folder),
         engine=settings["engine"],
         device=settings["device"],
-        dtype=settings["dtype"],
+        dtype=settings["dtype"] or DTYPE_OF[settings["device"]],
         draft=settings["speculation"],
         block=settings["block"] or 0,
         context=settings["ctx"],
         threads=settings["threads"],
+        gpus=gpu_numbers(settings["gpus"]),
+        dummy=dummy,
+        accept=accept_pattern(settings) if settings["speculation"] != "off" else (),
     )
     return spec, settings
+
+
+def gpu_numbers(text: str | None) -> tuple[int, ...]:
+    """What --gpus names; () where nobody did. Raises UsageError."""
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+        raise UsageError(f"--gpus {text}: not a list of different numbers", "Give their numbers, as in --gpus 0,1.")
+    return tuple(int(part) for part in parts)
+
+
+def dummy_of(settings: Settings) -> Dummy:
+    """The dummy that the settings ask for. Raises UsageError."""
+    if settings["model"] is not None and settings.sources["model"].startswith("flag"):
+        raise UsageError("both --dummy and --model are given", "Give one of them.")
+    return Dummy(settings["dummy"], settings["layers"], settings["shard"])
+
+
+def accept_pattern(settings: Settings) -> tuple[int, ...]:
+    """Accept counts to force, () for none. Raises UsageError."""
+    text = settings["accept_pattern"]
+    if text is None:
+        return ()
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = (-1,)
+    if min(counts) < 0:
+        raise UsageError(f"--accept-pattern: '{text}' is not a list of counts", "Write it like 3,0,8.")
+    return counts
 
 
 @contextmanager
@@ -93,8 +134,9 @@ def open_model(settings: Settings, output: Output, *, background: bool = False) 
 
     for warning in settings.warnings[known:]:
         output.warn(warning)
-    if settings["model"] is None:
-        output.note(DEMO_NOTE, "dim")
+    output.detail(f"model: {spec.model}")
+    if settings["model"] is None and spec.dummy is None:
+        output.note(DEMO_NOTE if spec.device == "cpu" else DEMO_NOTE.replace("on the CPU", "on the GPU"), "dim")
     loading = threading.Event()
     if not background:
         loading.set()
@@ -119,10 +161,18 @@ def check_drafter(opened: Opened) -> None:
     info, spec = opened.engine.info, opened.spec
     if opened.checked.is_set():
         return
+    opened.output.detail(_describe(info))
     _check_drafter(spec, info)
     if spec.draft != "off" and spec.block and info.drafter == "off":
         opened.output.warn(f"--block {spec.block} has no effect: {info.model} has no drafter")
     opened.checked.set()
+
+
+def _describe(info: EngineInfo) -> str:
+    """What was loaded, on one line."""
+    drafts = f"drafts with {info.drafter}, {info.block} a step" if info.drafter != "off" else "no drafts"
+    size = f"{info.parameters / 1e6:,.1f} M parameters, " if info.parameters else ""
+    return f"loaded {info.model}: {size}{info.dtype} on {info.device}, context {info.context_limit:,}, {drafts}"
 
 
 def _check_drafter(spec: EngineSpec, info: EngineInfo) -> None:
@@ -156,19 +206,38 @@ def open_other(opened: Opened, draft: str, block: int = 0) -> Iterator[Engine]:
 
 
 def _show_progress(output: Output, loading: threading.Event) -> Callable[[Progress], None]:
-    told = threading.Event()
+    told: set[str] = set()
+    begun = time.monotonic()
 
     def show(progress: Progress) -> None:
-        if not loading.is_set():
+        if progress.say == "warning":
+            output.warn(progress.stage)
+        elif progress.say and output.stderr.terminal:
+            output.note(f"ling: {progress.stage}", "dim")
+        if progress.say or not loading.is_set():
             return
         if output.stderr.live:
-            share = f" {100 * progress.done // progress.total} %" if progress.total else ""
-            output.progress(f"loading: {progress.stage}{share}")
-        elif progress.total > _LARGE_BYTES and not told.is_set():
-            told.set()
-            output.note(f"ling: loading {progress.total / 1e9:.1f} GB")
+            output.progress(progress_text(progress, time.monotonic() - begun))
+        elif progress.unit not in told and (progress.unit != "bytes" or progress.total > _LARGE_BYTES):
+            told.add(progress.unit)
+            what = f"loading {progress.total / 1e9:.1f} GB" if progress.unit == "bytes" else progress.stage
+            output.note(f"ling: {what}")
 
     return show
+
+
+def progress_text(progress: Progress, seconds: float) -> str:
+    """One line for a load: a bar, and for much data how much of it and how fast since `seconds` ago."""
+    if not progress.total:
+        return f"loading: {progress.stage}"
+    full = _BAR * progress.done // progress.total
+    text = f"loading: {progress.stage} [{'#' * full}{'.' * (_BAR - full)}] {100 * progress.done // progress.total} %"
+    if progress.unit != "bytes":
+        return f"{text}, {progress.done} of {progress.total} {progress.unit}"
+    if progress.total < _LARGE_BYTES:
+        return text
+    rate = f", {progress.done / seconds / 1e9:.1f} GB/s" if seconds > 0.5 else ""
+    return f"{text}, {progress.done / 1e9:.1f} of {progress.total / 1e9:.1f} GB{rate}"
 
 
 def sampling(settings: Settings) -> SamplingParams:

@@ -39,7 +39,7 @@ class DSpark:
 
     def attach(self, state: SequenceState, weights: Weights) -> None:
         config, rows = self.config, state.latent.shape[1]
-        shape = (config.num_layers, 2, rows, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, 2, rows, self.params.num_kv_heads, config.head_dim)
         state.draft_context = torch.zeros(shape, dtype=weights.dtype, device=state.latent.device)
         state.draft_rope = rope_table(rows, config.rope_dim, config.rope_theta, state.latent.device)
 
@@ -64,10 +64,11 @@ class DSpark:
         params = self.params
         first = 0 if params.from_anchor else 1
         # always the trained layout: fewer masks would change every row (dspark.md section 13)
-        masks = torch.full_like(state.anchor, params.mask_id).repeat(params.block_size - 1 + first)
-        x = ops.embed(torch.cat([state.anchor.view(1), masks]), weights.embedding)
+        rows = params.block_size + first
+        x, positions = ops.draft_embed(state.anchor, state.length, weights.embedding, params.mask_id, rows)
+        ops.ahead(weights.lm_head)
         h = ops.draft_block(x, params, state.draft_context, state.draft_rope, state.length, state.extent)
         h = h[first : first + num]
-        positions = state.length + torch.arange(num, device=h.device)
+        ops.ahead(params.markov_w2)
         base = ops.head(h, weights.lm_head, num)
-        return ops.markov_pick(base, h, state.anchor, params, positions, state.sampling)
+        return ops.markov_pick(base, h, state.anchor, params, positions[:num], state.sampling)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ling_kernels.ops import ERROR_NON_FINITE, ROW_TILE, STOPPED_EOS, STOPPED_LENGTH, KernelError
+from ling_kernels.ops import ERROR_NON_FINITE, ROW_TILE, STOPPED_EOS, STOPPED_LENGTH
+from ling_local.engine.gpu import errors_in_words
 from ling_local.engine.state import is_greedy
 from ling_local.engine.width import WidthRule
-from ling_local.errors import EngineError, NonFinite
+from ling_local.errors import NonFinite
 from ling_local.types import FinishReason, StepResult, TokenRequest
 
 if TYPE_CHECKING:
@@ -33,6 +36,19 @@ class RingEntry(NamedTuple):
     error: int
     ids: tuple[int, ...]
     confidence: tuple[float, ...]  # of the drafts made at the step's end
+    gpu_s: float = 0.0  # that the step took by the GPU's clock
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection inside: one takes longer than several steps, and the launching thread must keep up."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 class NativeGeneration:
@@ -67,17 +83,16 @@ class NativeGeneration:
         try:
             if engine.running is not self:  # closed, or iterated before
                 return
-            with torch.inference_mode():
-                first = self._prefill()
-            if first is None:
-                yield StepResult((), time_s=time.monotonic(), finish=FinishReason.CANCELLED)
-                return
-            yield from self._steps(first)
-            if engine.running is self:
-                engine._remember()
-        except KernelError as error:
-            engine._forget()
-            raise EngineError(str(error), "use --device cpu") from error
+            with errors_in_words("for this request", engine.info.device), no_collection():
+                with torch.inference_mode():
+                    first = self._prefill()
+                if first is None:
+                    yield StepResult((), time_s=time.monotonic(), finish=FinishReason.CANCELLED)
+                    return
+                yield from self._steps(first)
+                engine.learn(self.known)
+                if engine.running is self:
+                    engine._remember()
         except (Exception, KeyboardInterrupt):
             engine._forget()  # the state may stand between two tokens
             raise
@@ -94,11 +109,12 @@ class NativeGeneration:
             if self.cancelled:
                 return None
             part = prompt[start : start + engine.chunk]
-            engine._prefill(engine._state, start, part, self.known[start + 1 : start + len(part) + 1])
+            engine._everywhere("_feed", start, part, self.known[start + 1 : start + len(part) + 1])
             engine._ids += part
         engine._remember()
         remaining = min(request.max_tokens, engine.info.context_limit - len(request.ids))
-        engine._state.begin(len(prompt), request.ids[-1], remaining, sorted(request.stop_ids), request.sampling)
+        stop_ids = sorted(request.stop_ids)
+        engine._everywhere("_begin", len(prompt), request.ids[-1], remaining, stop_ids, request.sampling)
         return StepResult((), cached=cached, prefilled=len(prompt) - cached, prefill_s=time.monotonic() - started)
 
     def _steps(self, first: StepResult) -> Iterator[StepResult]:
@@ -120,11 +136,12 @@ class NativeGeneration:
                 )
             now = time.monotonic()
             made = self.made.popleft()
-            rule.note(entry.drafted + 1, made, entry.count, now - clock)
+            # ahead of a slow reader a step seems to take no time: a GPU's own clock knows better
+            rule.note(entry.drafted + 1, made, entry.count, entry.gpu_s or now - clock)
             if engine.threads:
                 engine.threads.note((entry.drafted, made > 0, rule.times), now - clock)
             finish = FINISH[entry.finish]
-            yield StepResult(entry.ids, entry.drafted, entry.accepted, now, finish, *prefill)
+            yield StepResult(entry.ids, entry.drafted, entry.accepted, now, finish, *prefill, entry.gpu_s)
             prefill = (0, 0, 0.0)
             clock = time.monotonic()
             if finish is not None:
@@ -133,16 +150,15 @@ class NativeGeneration:
     def _grant(self) -> None:
         """Launch one step. How many drafts it verifies is what the step before it made, cut by the width rule where
         their confidence is known already."""
-        engine, state = self.engine, self.engine._state
+        engine = self.engine
         following = self.rule.following()
         width = self.drafts + 1
         if self.drafts and self.read == self.granted:
             width = self.rule.width(self.sure[: self.drafts], following)
-        state.reserve(len(self.known) + (self.granted - self.read + 1) * ROW_TILE)
+        reach = len(self.known) + (self.granted - self.read + 1) * ROW_TILE
         if engine.threads:
             torch.set_num_threads(engine.threads.now)
-        with torch.inference_mode():
-            engine._launch(self.granted, width, following)
+        engine._everywhere("_launch", self.granted, width, following, reach)
         self.granted += 1
         self.drafts = following
         self.made.append(following)

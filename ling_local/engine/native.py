@@ -5,43 +5,46 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import ling_kernels
+from ling_kernels.exchange import Board
 from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, Ops
 from ling_local.engine.capture import CapturedStep
-from ling_local.engine.config import load_model_config
 from ling_local.engine.drafter import Drafter
-from ling_local.engine.drafts import open_drafter
+from ling_local.engine.follow import Peers, told
+from ling_local.engine.forced import Forced, force
 from ling_local.engine.generation import CHUNK, NativeGeneration, RingEntry
-from ling_local.engine.gpu import (
-    PREFILL_CHUNK,
-    GpuOptions,
-    HostRing,
-    check_gpu_memory,
-    fitting_context,
-    open_gpu_ops,
-)
+from ling_local.engine.gpu import PREFILL_CHUNK, GpuOptions, HostRing, errors_in_words, open_gpu_ops
 from ling_local.engine.layout import memory_bytes, model_layout, parameter_count
-from ling_local.engine.model import forward
-from ling_local.engine.protocol import EngineInfo, ProgressFn
+from ling_local.engine.memory import MemoryPlan, free_bytes, plan_cpu, plan_gpu
+from ling_local.engine.protocol import Dummy, EngineInfo, ProgressFn
+from ling_local.engine.shard import WHOLE, Shard
+from ling_local.engine.source import Source, open_source
 from ling_local.engine.state import RING_SLOTS, SequenceState, Snapshot
 from ling_local.engine.step import step
 from ling_local.engine.threads import ThreadRule
-from ling_local.engine.weights import DTYPES, Weights, load_weights
+from ling_local.engine.weights import DTYPES, Weights
 from ling_local.engine.width import PIECE, PLAIN_FIRST, StepTimes
-from ling_local.errors import ContextTooLong, EngineBusy, EngineError, ModelError, UsageError
+from ling_local.engine.work import RankWork
+from ling_local.errors import ContextTooLong, EngineBusy, EngineError, UsageError
 from ling_local.types import SamplingParams, TokenRequest
 
 KEPT_SNAPSHOTS = 8
 SMALL_BYTES = 2**28  # weights below this leave more than two threads nothing to do
 
 
-class NativeEngine:
-    """A loaded model with the state of one sequence. Build it with `load`."""
+class NativeEngine(RankWork):
+    """A loaded model with the state of one sequence. Build it with `load`.
+
+    With several ranks each process has one, over its part of the weights. Rank 0 decides; what touches a state it calls
+    through `_everywhere`, which tells the other ranks first (work.py, follow.py).
+    """
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class NativeEngine:
         self.drafter = drafter
         self.ops = ops
         self.vocab = vocab
+        self.peers: Peers | None = None  # on rank 0 of several
         self.run_ahead = gpu.run_ahead if gpu else 1
         self.chunk = PREFILL_CHUNK if gpu else CHUNK
         self.step = CapturedStep(step) if gpu and gpu.capture else step
@@ -81,15 +85,19 @@ class NativeEngine:
         threads: int = 0,
         progress: ProgressFn | None = None,
         gpu: GpuOptions | None = None,
+        dummy: Dummy | None = None,
+        accept: Sequence[int] = (),
+        board: Board | None = None,
     ) -> NativeEngine:
-        """Check and load the checkpoint folder `path`.
+        """Check and load the checkpoint folder `path`, or one rank's part of it, or make the `dummy` in its place.
 
         context: tokens to hold at most, 0 for the model's limit, or on a GPU for what fits; threads: torch's, 0 for a
-        fitting number.
+        fitting number; accept: accept counts to force (engine/forced.py); board: what the ranks share, where there are
+        several: all of them load at about the same time.
         Raises ModelError, UsageError or OutOfMemory; nothing is mapped before all files were checked.
         """
-        folder = Path(path)
-        config = load_model_config(folder)
+        source = open_source(path, dummy, draft, Shard(board.rank, board.size) if board else WHOLE)
+        config = source.config
         if dtype not in DTYPES:
             raise UsageError(f"no dtype '{dtype}'", f"use one of: {', '.join(DTYPES)}")
         if not 0 <= context <= config.max_position_embeddings:
@@ -97,32 +105,24 @@ class NativeEngine:
                 f"a context of {context} tokens is not possible: the model's limit is {config.max_position_embeddings}",
                 f"give --ctx a number from 1 to {config.max_position_embeddings}",
             )
-        specs = model_layout(config)
         gpu = None if device == "cpu" else gpu or GpuOptions()
-        if gpu:
-            ops = open_gpu_ops(device, dtype, gpu, progress)
-            check_gpu_memory(folder, device, memory_bytes(specs, DTYPES[dtype].itemsize))
-        else:
-            ops = ling_kernels.load(device)
-        weights = load_weights(folder, config, DTYPES[dtype], device, progress)
-        drafter = open_drafter(folder, weights, draft, block)
-        limit = context or config.max_position_embeddings
-        if gpu:
-            free, _ = torch.cuda.mem_get_info(device)
-            limit = fitting_context(weights, drafter, limit, free, asked=context > 0)
-        info = EngineInfo(
-            model=folder.resolve().name,
-            dtype=dtype,
-            device=device,
-            context_limit=limit,
-            vocab_size=config.vocab_size,
-            parameters=parameter_count(specs),
-            weight_bytes=memory_bytes(specs, DTYPES[dtype].itemsize),
-            drafter=drafter.name if drafter else "off",
-            block=drafter.block if drafter else 0,
-            torch=torch.__version__,
-        )
-        engine = cls(weights, info, tokenizer_size(folder, config.vocab_size), drafter, ops, gpu)
+        with errors_in_words("to load the model", device):
+            source.check()
+            ops = open_gpu_ops(device, dtype, gpu, progress, board) if gpu else ling_kernels.load(device, board=board)
+            ghost = source.ghost(DTYPES[dtype])
+            plan = _plan(source, ghost, source.drafter(ghost, draft, block), device, context)
+            if board:  # the ranks agree on what the fullest GPU can hold
+                held = min(int(answer) for answer in board.share(b"%d" % plan.context))
+                plan = replace(plan, context=held)
+            plan.tell(progress)
+            weights = source.weights(DTYPES[dtype], device, progress)
+            drafter = force(source.drafter(weights, draft, block), accept, device)
+            info = _info(source, weights, drafter, device, plan, accept)
+            engine = cls(weights, info, source.vocab, drafter, ops, gpu)
+            if board:
+                board.share()  # before the first steps: in them a rank waits for the others only so long
+            if gpu:
+                engine.capture_steps()
         if threads:
             torch.set_num_threads(threads)
         elif not gpu and info.weight_bytes < SMALL_BYTES:
@@ -151,44 +151,27 @@ class NativeEngine:
             state.ring[number % RING_SLOTS].tolist()
             self.step_times[True].note(width, following > 0, time.monotonic() - started)
 
-    def new_state(self, context: int) -> SequenceState:
-        """An empty state for `context` tokens."""
-        state = SequenceState(self.weights.config, context, self.weights.dtype, self._info.device, self.vocab)
-        if self.drafter:
-            self.drafter.attach(state, self.weights)
-        return state
-
     @torch.inference_mode()
+    def capture_steps(self) -> None:
+        """Capture the graphs that a request will want, so that no first step pays for one and memory that is short is
+        said at the load. `done` is set in a new state, so the steps change nothing that a request reads."""
+        block, state = self._info.block, self._state
+        kinds = [(1, 0), (1, block), (block + 1, block)] if block else [(1, 0)]
+        sampling = state.sampling
+        for greedy in (True, False):
+            state.sampling = sampling._replace(greedy=greedy)
+            for width, following in kinds:
+                self.step(self.ops, self.weights, state, self.drafter, width, following)
+        state.sampling = sampling
+        state.clear()
+
     def score(self, ids: Sequence[int], *, chunk: int = CHUNK, window: int = 0) -> Tensor:
         """Logits of every position, [n, V] fp32, on a state of its own.
 
         By prefill in chunks of `chunk`, or, with window 1..16, by verify steps of that many rows, all committed.
         """
         self._check_ids(ids)
-        state = self.new_state(len(ids))
-        logits = []
-        for start in range(0, len(ids), window or chunk):
-            part = ids[start : start + (window or chunk)]
-            if window:
-                logits.append(self._verify_all(state, start, part))
-            else:
-                following = ids[start + 1 : start + len(part) + 1] or [0]
-                hidden = self._prefill(state, start, part, (*following, 0)[: len(part)])
-                logits.append(self.ops.head(hidden, self.weights.lm_head))
-        return torch.cat(logits)
-
-    def _verify_all(self, state: SequenceState, start: int, ids: Sequence[int]) -> Tensor:
-        """Logits of a window of known tokens, then commit them all."""
-        rows = len(ids)
-        state.reserve(start + rows)
-        known = self._tensor(ids)
-        state.anchor.copy_(known[0])
-        state.drafts[: rows - 1].copy_(known[1:])
-        state.stand_at(start)
-        window = state.window(rows)
-        hidden = forward(self.ops, self.weights, state, window.ids, window.positions, rows)
-        self.ops.kda_commit(hidden.staged, state.conv, state.recurrent, torch.full_like(state.length, rows))
-        return self.ops.head(hidden.last, self.weights.lm_head, rows)[:rows]
+        return self._everywhere("_score", tuple(ids), chunk, window)
 
     def generate(self, request: TokenRequest) -> NativeGeneration:
         """Start a request. Raises UsageError, ContextTooLong or EngineBusy before any work."""
@@ -218,6 +201,9 @@ class NativeEngine:
 
     def close(self) -> None:
         """Drop weights and state. Idempotent."""
+        if self.peers:
+            self.peers.close()
+            self.peers = None
         self._running = None
         self._state = None
         self._snapshots.clear()
@@ -233,73 +219,85 @@ class NativeEngine:
         if min(ids) < 0 or max(ids) >= self._info.vocab_size:
             raise UsageError(f"token ids must lie in 0..{self._info.vocab_size - 1}", "use this model's tokenizer")
 
-    def _tensor(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self._info.device)
-
-    def _prefill(self, state: SequenceState, start: int, ids: Sequence[int], following: Sequence[int]) -> Tensor:
-        """Put ids into the state at positions start.. and return their final hidden rows [n, D].
-
-        following: the token after each of them.
-        """
-        state.reserve(start + len(ids))
-        positions = torch.arange(start, start + len(ids), device=self._info.device)
-        taps = self.drafter.taps if self.drafter else ()
-        hidden = forward(self.ops, self.weights, state, self._tensor(ids), positions, None, taps)
-        if self.drafter:
-            self.drafter.absorb(self.ops, self.weights, state, hidden, self._tensor(following), positions, None)
-        return hidden.last
+    def _everywhere(self, name: str, *args: object) -> Any:
+        """Call method `name` on every rank, here last; its result here."""
+        if self.peers:
+            self.peers.send(name, args)
+        with told():
+            return getattr(self, name)(*args)
 
     def _resume(self, ids: list[int]) -> int:
         """Bring the state to the longest prefix of ids[:-1] that it or a snapshot holds; how many tokens that is."""
         usable = len(ids) - 1  # the last id is the anchor: it goes through the first step
-        held = len(self._ids)
+        held, best = len(self._ids), None
         if held <= usable and ids[:held] == self._ids:
             base = held
         else:
-            fitting = [s for s in self._snapshots if len(s.ids) <= usable and ids[: len(s.ids)] == s.ids]
-            best = max(fitting, key=lambda s: len(s.ids), default=None)
-            base = 0 if best is None else len(best.ids)
-            self._state.rewind() if best is None else self._state.restore(best)
+            fitting = [i for i, s in enumerate(self._snapshots) if len(s.ids) <= usable and ids[: len(s.ids)] == s.ids]
+            best = max(fitting, key=lambda i: len(self._snapshots[i].ids), default=-1)
+            base = 0 if best < 0 else len(self._snapshots[best].ids)
         self._ids = ids[:base]
         # rows past the base are about to be overwritten, so longer snapshots lose their latent rows
-        self._snapshots = [s for s in self._snapshots if self._ids[: len(s.ids)] == s.ids]
+        kept = [i for i, s in enumerate(self._snapshots) if self._ids[: len(s.ids)] == s.ids]
+        self._everywhere("_return_to", best, kept)
         return base
 
     def _remember(self) -> None:
         """Snapshot the state as it stands, unless that prefix is kept already."""
         if self._ids and all(s.ids != self._ids for s in self._snapshots):
-            self._snapshots = [*self._snapshots, self._state.snapshot(list(self._ids))][-KEPT_SNAPSHOTS:]
+            self._everywhere("_snapshot", list(self._ids))
 
     def _forget(self) -> None:
         """Empty state: after an error nothing of it can be trusted."""
-        self._state.clear()
-        self._snapshots.clear()
+        self._everywhere("_clear")
         self._ids = []
 
-    def _launch(self, number: int, width: int, following: int) -> None:
-        """Launch step `number`; on a GPU its ring entry is sent to the host behind it."""
-        self.step(self.ops, self.weights, self._state, self.drafter, width, following)
-        if self._host_ring:
-            self._host_ring.send(self._state.ring, number)
+    def learn(self, ids: Sequence[int]) -> None:
+        """Note what a generation said, from the first prompt token on, where accept counts are forced."""
+        if isinstance(self.drafter, Forced):
+            self._everywhere("_learn", tuple(ids))
 
     def _read(self, number: int) -> RingEntry:
         """Wait for step `number` and read its entry: the only place where a device value reaches the host."""
         ring, host = self._state.ring, self._host_ring
-        values = host.wait(number) if host else ring[number % RING_SLOTS].tolist()
+        values, gpu_s = host.wait(number) if host else (ring[number % RING_SLOTS].tolist(), 0.0)
+        self.check_peers()  # a step that gave up on a peer ends with an entry, and no sense in it
         ids = values[RING_HEADER : RING_HEADER + values[1]]
         sure = [v / 1e6 for v in values[RING_HEADER + ROW_TILE :]]
-        return RingEntry(*values[:RING_HEADER], tuple(ids), tuple(sure))
+        return RingEntry(*values[:RING_HEADER], tuple(ids), tuple(sure), gpu_s)
 
 
-def tokenizer_size(folder: Path, vocab_size: int) -> int:
-    """Ids that the tokenizer defines; logits past it are padding. The whole vocabulary without a tokenizer."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return vocab_size
-    from tokenizers import Tokenizer
+def _plan(source: Source, ghost: Weights, drafter: Drafter | None, device: str, context: int) -> MemoryPlan:
+    """What goes where, before it is loaded. Raises OutOfMemory where a GPU cannot hold it."""
+    wanted, free = context or source.config.max_position_embeddings, free_bytes(device)
+    if device == "cpu":
+        return plan_cpu(ghost, drafter, wanted, free)
+    return plan_gpu(source.name, ghost, drafter, wanted, free, asked=context > 0)
 
-    try:
-        highest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values())
-    except Exception as error:  # the library raises plain Exception for a broken file
-        raise ModelError(f"{path}: cannot be read as a tokenizer: {error}", "download this file again") from None
-    return min(highest + 1, vocab_size)
+
+def _info(
+    source: Source, weights: Weights, drafter: Drafter | None, device: str, plan: MemoryPlan, accept: Sequence[int]
+) -> EngineInfo:
+    size = source.shard.size
+    specs = model_layout(source.config, size)
+    forced = tuple(accept) if drafter else ()
+    marks = source.marks
+    if forced:
+        marks += (f"FORCED: accept counts {','.join(map(str, forced))} by decree, not by the drafts",)
+    return EngineInfo(
+        model=source.name,
+        dtype=str(weights.dtype).removeprefix("torch."),
+        device=device,
+        context_limit=plan.context,
+        vocab_size=source.config.vocab_size,
+        parameters=parameter_count(specs),
+        weight_bytes=memory_bytes(specs, weights.dtype.itemsize, size),
+        ranks=size,
+        drafter=drafter.name if drafter else "off",
+        block=drafter.block if drafter else 0,
+        torch=torch.__version__,
+        state_bytes=plan.state,
+        free_bytes=plan.free if device != "cpu" else 0,
+        marks=marks,
+        forced=forced,
+    )

@@ -14,6 +14,9 @@ class EngineInfo:
     """What a loaded engine is. drafter is "off", "mtp" or "dspark"; block is its drafts per step (0: none).
 
     torch    version of the torch that computes, "" where there is none
+    state_bytes  what the state for `context_limit` tokens takes; free_bytes: what was free on a GPU before the load
+    marks    what makes this no ordinary run of an ordinary model, for every report: dummy weights, forced accepts
+    forced   accept counts that are forced, step by step and again; () where the drafts decide
     """
 
     model: str
@@ -27,18 +30,39 @@ class EngineInfo:
     parameters: int = 0
     weight_bytes: int = 0
     torch: str = ""
+    state_bytes: int = 0
+    free_bytes: int = 0
+    marks: tuple[str, ...] = ()
+    forced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a load is. done and total are bytes."""
+    """How far a load is. done and total are bytes, or pieces of work where `unit` names them.
+
+    say  "note" or "warning": `stage` is a sentence that stays on the screen, and there is no share
+    """
 
     stage: str
-    done: int
-    total: int
+    done: int = 0
+    total: int = 0
+    unit: str = "bytes"
+    say: str = ""
 
 
 ProgressFn = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Dummy:
+    """A published shape with random weights in place of a checkpoint, for measurements.
+
+    shape  "tiny" or "flash"; layers: cut to so many, 0 for all; shard: one rank's part of so many, nothing exchanged
+    """
+
+    shape: str
+    layers: int = 0
+    shard: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +73,11 @@ class EngineSpec:
     engine   "native", or "scripted" (tests)
     device   "cpu" or "cuda"; dtype "float32" or "bfloat16"
     draft    "off", "auto", "mtp" or "dspark"; block: drafts per step, 0 for the drafter's own
-    context  tokens to hold at most, 0 for the model's own limit
+    context  tokens to hold at most, 0 for the model's own limit, or on a GPU for what fits
+    gpus     numbers of the GPUs to use, a rank each; (): as many as the model needs
+    ranks    ranks on a CPU, 0 for one: what several GPUs do, to try it where there are none
+    dummy    random weights in place of `model`, which is then only a name
+    accept   accept counts to force, step by step and again (measurements); () lets the drafts decide
     """
 
     model: str
@@ -60,6 +88,10 @@ class EngineSpec:
     block: int = 0
     context: int = 0
     threads: int = 0
+    gpus: tuple[int, ...] = ()
+    ranks: int = 0
+    dummy: Dummy | None = None
+    accept: tuple[int, ...] = ()
 
 
 class Generation(Protocol):

@@ -54,7 +54,7 @@ class SequenceState:
     anchor [] and drafts [ROW_TILE - 1] are views of them: positions are set by `stand_at` and `advance` only.
 
     A drafter adds its own: draft_context [layers, 2, C, Hkv, head] and draft_rope [C, dim] (DSpark), mtp_latent
-    [C, L+r], mtp_rows [ROW_TILE, D] and mtp_hidden [1, D] (NEXTN).
+    [C, L+r], mtp_rows [ROW_TILE, D] and mtp_hidden [1, D] (NEXTN), truth [C] int64 (forced accepts).
     """
 
     draft_context: Tensor | None = None
@@ -62,6 +62,7 @@ class SequenceState:
     mtp_latent: Tensor | None = None
     mtp_rows: Tensor | None = None
     mtp_hidden: Tensor | None = None
+    truth: Tensor | None = None
 
     def __init__(self, config: ModelConfig, context: int, dtype: torch.dtype, device: str, vocab: int) -> None:
         heads, head = config.num_heads, config.head_dim

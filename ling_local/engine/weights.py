@@ -16,6 +16,8 @@ from ling_local.engine.checkpoint import Entry, check_files
 from ling_local.engine.config import ModelConfig
 from ling_local.engine.layout import BF16, F32, TensorSpec, field_specs, memory_bytes, model_layout
 from ling_local.engine.protocol import Progress, ProgressFn
+from ling_local.engine.shard import WHOLE, Shard
+from ling_local.engine.staging import Piece, read_spans, spans_of
 from ling_local.errors import OutOfMemory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,7 +47,8 @@ class MtpWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A whole model on one rank. embedding, lm_head [V, D]; norm [D]."""
+    """One rank's part of a model, all of it where there is one rank. embedding, lm_head [V / N, D]; norm [D]; config:
+    the whole model's."""
 
     config: ModelConfig
     embedding: Tensor
@@ -53,6 +56,7 @@ class Weights:
     norm: Tensor
     lm_head: Tensor
     mtp: MtpWeights | None
+    shard: Shard = WHOLE
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,22 +64,27 @@ class Weights:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: str, progress: ProgressFn | None = None
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: str,
+    progress: ProgressFn | None = None,
+    shard: Shard = WHOLE,
 ) -> Weights:
-    """Check the files of `folder` and read them. Raises ModelError or OutOfMemory before a byte is mapped.
+    """Check the files of `folder` and read one rank's part. Raises ModelError or OutOfMemory before a byte is mapped.
 
-    Peak memory is the weights plus one tensor.
+    Peak memory is the part plus one tensor, on a GPU plus a few pinned buffers on the host.
     """
-    specs = model_layout(config)
+    specs = model_layout(config, shard.size)
     entries = check_files(folder, specs)
-    needed = memory_bytes(specs, dtype.itemsize)
+    needed = memory_bytes(specs, dtype.itemsize, shard.size) * shard.size
     if device == "cpu":
         check_memory(folder, needed, dtype)
-    fields = fill_fields(specs, entries, dtype, device, progress)
-    return assemble(config, fields)
+    fields = fill_fields(specs, entries, dtype, device, progress, shard)
+    return assemble(config, fields, shard)
 
 
-def check_memory(folder: Path, needed: int, dtype: torch.dtype) -> None:
+def check_memory(folder: Path | str, needed: int, dtype: torch.dtype) -> None:
     """OutOfMemory with both numbers if the weights cannot fit into free host memory."""
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -96,37 +105,89 @@ def fill_fields(
     dtype: torch.dtype,
     device: str,
     progress: ProgressFn | None = None,
+    shard: Shard = WHOLE,
 ) -> dict[str, Tensor]:
-    """Fused tensors by name, each part read from its file, converted and put in its place."""
+    """Fused tensors of one rank by name, each part read from its file, converted and put in its place. On the device
+    "meta" nothing is read."""
     present = [spec for spec in specs if spec.name in entries]
-    fields = {
-        field.name: torch.empty(field.shape, dtype=torch.float32 if field.fp32 else dtype, device=device)
-        for field in field_specs(present)
-    }
-    total, done = sum(entries[spec.name].num_bytes for spec in present), 0
-    for spec, part in _read(present, entries):
-        target = fields[spec.field] if spec.expert is None else fields[spec.field][spec.expert]
-        rows = spec.shape[0]
-        target[spec.row : spec.row + rows].copy_(part.reshape(rows, *target.shape[1:]))
-        done += entries[spec.name].num_bytes
+    fields = empty_fields(present, dtype, device, shard)
+    if device == "meta":
+        return fields
+    total = sum(_read_bytes(spec, entries[spec.name], shard) for spec in present)
+    done = 0
+    for spec, first, part in _read(present, entries, device, shard):
+        done += part.nbytes
+        _place(fields, spec, first, part, shard)
         if progress:
             progress(Progress("loading weights", done, total))
     return fields
 
 
-def _read(specs: list[TensorSpec], entries: dict[str, Entry]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Tensors in the order of their bytes, so that a disk reads ahead."""
-    for spec in sorted(specs, key=lambda s: (entries[s.name].file, entries[s.name].offset)):
-        yield spec, read_tensor(entries[spec.name])
+def empty_fields(specs: list[TensorSpec], dtype: torch.dtype, device: str, shard: Shard = WHOLE) -> dict[str, Tensor]:
+    """The fused tensors that the table fills on one rank, by name, not yet filled."""
+    return {
+        field.name: torch.empty(field.shape, dtype=torch.float32 if field.fp32 else dtype, device=device)
+        for field in field_specs(specs, shard.size)
+    }
 
 
-def read_tensor(entry: Entry) -> Tensor:
-    """One tensor by plain reads: mapped pages would count as memory until their whole file is closed."""
-    data = np.fromfile(entry.file, dtype=np.uint8, count=entry.num_bytes, offset=entry.offset)
-    return torch.from_numpy(data).view(FILE_DTYPES[entry.dtype]).view(entry.shape)
+def blank_weights(config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> Weights:
+    """One rank's weights on the meta device: shapes and sizes, no memory."""
+    return assemble(config, empty_fields(model_layout(config, shard.size), dtype, "meta", shard), shard)
 
 
-def assemble(config: ModelConfig, fields: dict[str, Tensor]) -> Weights:
+def _place(fields: dict[str, Tensor], spec: TensorSpec, first: int, part: Tensor, shard: Shard) -> None:
+    """Put rows `first`.. of this rank's rows of a tensor where they belong; on a GPU the copy is only queued.
+
+    A part of each row is cut out here: the pages of the file that hold it are those of the whole rows.
+    """
+    target = fields[spec.field] if spec.expert is None else fields[spec.field][spec.expert]
+    cut = spec.shard == 1 and shard.size > 1
+    if part.dtype != target.dtype or cut:
+        part = part.to(target.device, non_blocking=True)  # so that it is widened, and cut, there
+    if cut:
+        part = part[:, shard.part(spec.shape[1])]
+    start = spec.row + first
+    target[start : start + part.shape[0]].copy_(part.reshape(part.shape[0], *target.shape[1:]), non_blocking=True)
+
+
+def _read_bytes(spec: TensorSpec, entry: Entry, shard: Shard) -> int:
+    return entry.num_bytes // shard.size if spec.shard == 0 else entry.num_bytes
+
+
+def _read(
+    specs: list[TensorSpec], entries: dict[str, Entry], device: str, shard: Shard
+) -> Iterator[tuple[TensorSpec, int, Tensor]]:
+    """This rank's rows of tensors in the order of their bytes, so that a disk reads ahead: which, from which of them
+    on, values."""
+    if device == "cpu":
+        for spec in sorted(specs, key=lambda s: (entries[s.name].file, entries[s.name].offset)):
+            yield spec, 0, read_tensor(entries[spec.name], spec, shard)
+        return
+    for span, data in read_spans(spans_of(specs, entries, shard=shard), device):
+        for piece in span.pieces:
+            yield piece.spec, piece.first, piece_values(piece, data, entries[piece.spec.name].dtype)
+
+
+def piece_values(piece: Piece, data: Tensor, kind: str) -> Tensor:
+    """The piece's rows as a tensor of the type that the file has: a view of the span's bytes where they lie even."""
+    part = data[piece.at : piece.at + piece.num_bytes]
+    dtype = FILE_DTYPES[kind]
+    if piece.at % dtype.itemsize:
+        part = part.clone()
+    return part.view(dtype).view(piece.rows, *piece.spec.shape[1:])
+
+
+def read_tensor(entry: Entry, spec: TensorSpec, shard: Shard = WHOLE) -> Tensor:
+    """This rank's rows of a tensor by plain reads: mapped pages would count as memory until their file is closed."""
+    rows = shard.rows(spec)
+    step = entry.num_bytes // spec.shape[0]
+    count, at = (rows.stop - rows.start) * step, entry.offset + rows.start * step
+    data = np.fromfile(entry.file, dtype=np.uint8, count=count, offset=at)
+    return torch.from_numpy(data).view(FILE_DTYPES[entry.dtype]).view(-1, *spec.shape[1:])
+
+
+def assemble(config: ModelConfig, fields: dict[str, Tensor], shard: Shard = WHOLE) -> Weights:
     """Fields by name to frozen weights."""
     layers = tuple(_layer(config, fields, i, f"layers.{i}.") for i in range(config.num_layers))
     mtp = None
@@ -138,7 +199,7 @@ def assemble(config: ModelConfig, fields: dict[str, Tensor]) -> Weights:
             _layer(config, fields, config.num_layers, "mtp."),
             fields["mtp.norm"],
         )
-    return Weights(config, fields["embedding"], layers, fields["norm"], fields["lm_head"], mtp)
+    return Weights(config, fields["embedding"], layers, fields["norm"], fields["lm_head"], mtp, shard)
 
 
 def _layer(config: ModelConfig, fields: dict[str, Tensor], layer: int, prefix: str) -> LayerWeights:

@@ -9,12 +9,27 @@ import torch
 
 import ling_kernels
 from checkpoints import config_json
-from ling_local.engine import dummy
+from ling_local.engine import dummy, shapes
 from ling_local.engine.config import ModelConfig, model_config
 from ling_local.engine.layout import model_layout, parameter_count
 from ling_local.engine.model import forward
+from ling_local.engine.native import NativeEngine
+from ling_local.engine.protocol import Dummy
 from ling_local.engine.state import SequenceState
+from ling_local.errors import OutOfMemory, UsageError
+from ling_local.types import TokenRequest
 from published import FLASH, TINY
+
+SMALL = {
+    "num_layers": 8,
+    "hidden_size": 64,
+    "num_heads": 2,
+    "vocab_size": 200,
+    "num_experts": 16,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+}
 
 
 @pytest.mark.parametrize(("known", "keys"), [(dummy.FLASH, FLASH), (dummy.TINY, TINY)])
@@ -50,3 +65,57 @@ def test_a_small_dummy_with_its_draft_stays_finite() -> None:
     assert hidden.last.isfinite().all()
     assert proposal.confidence.isfinite().all()
     assert proposal.drafts.shape == (3,)
+
+
+def test_a_dummy_engine_runs_the_same_line_and_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = replace(dummy.TINY, **SMALL)
+    monkeypatch.setitem(shapes.MODELS, "tiny", small)
+    monkeypatch.setitem(shapes.DRAFTS, "tiny", (3, 2, 3, 8, 64))
+    engine = NativeEngine.load("ignored", draft="auto", context=256, dummy=Dummy("tiny", layers=4), accept=(2, 0))
+    assert engine.info.model == "dummy-tiny"
+    assert (engine.info.drafter, engine.info.block, engine.info.context_limit) == ("dspark", 3, 256)
+    words = " ".join(engine.info.marks)
+    assert "DUMMY" in words
+    assert "CUT: 4 of 8 layers" in words
+    assert "FORCED: accept counts 2,0" in words
+    request = TokenRequest((3, 1, 4), max_tokens=20, full_width=True)
+    plain = [i for step in engine.generate(replace(request, draft=False)) for i in step.ids]
+    engine._forget()
+    steps = list(engine.generate(request))
+    assert [i for step in steps for i in step.ids] == plain
+    assert {step.accepted for step in steps[1:-1]} == {0, 2}
+
+
+def test_a_dummy_with_its_own_next_token_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.MODELS, "tiny", replace(dummy.TINY, **SMALL))
+    engine = NativeEngine.load("ignored", draft="mtp", block=2, context=64, dummy=Dummy("tiny", shard=2))
+    assert (engine.info.drafter, engine.info.block) == ("mtp", 2)
+    assert engine.info.vocab_size == 100
+    assert "SHARD" in engine.info.marks[1]
+    assert len(list(engine.generate(TokenRequest((3, 1, 4), max_tokens=5)))) > 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (Dummy("huge"), "no published shape 'huge'"),
+        (Dummy("tiny", layers=25), "tiny has 24 layers"),
+        (Dummy("flash", shard=3), "shard of 3 ranks"),
+    ],
+)
+def test_a_dummy_that_cannot_be_is_refused(spec: Dummy, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        NativeEngine.load("ignored", dummy=spec)
+
+
+def test_what_a_whole_dummy_needs_is_said_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ling_local.engine.source.dummy_weights", lambda *_: pytest.fail("weights were made"))
+    with pytest.raises(OutOfMemory, match=r"dummy-flash: the weights need 2\d\d\.\d GiB of memory, .* are free"):
+        NativeEngine.load("ignored", dtype="bfloat16", dummy=Dummy("flash"))
+
+
+@pytest.mark.parametrize("layers", range(1, 8))
+def test_a_draft_taps_layers_that_exist_and_differ(layers: int) -> None:
+    config = shapes.dummy_draft_config(Dummy("flash", layers=layers))
+    assert len(set(config.target_layers)) == config.num_layers == min(layers, 5)
+    assert max(config.target_layers) == layers - 1

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from checkpoints import write_checkpoint
-from ling_local.engine import gpu
 from ling_local.engine.capture import CapturedStep
+from ling_local.engine.gpu import HostRing
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.state import SequenceState
 from ling_local.engine.step import step
-from ling_local.errors import OutOfMemory, UsageError
+from ling_local.errors import UsageError
 from ling_local.types import SamplingParams, TokenRequest
 from parity import assert_bits
 
@@ -54,7 +54,7 @@ class FakeCuda:
         step(*args)
 
     @contextmanager
-    def graph(self, graph: FakeGraph, pool: object) -> Iterator[None]:
+    def graph(self, graph: FakeGraph, pool: object, capture_error_mode: str = "") -> Iterator[None]:
         assert pool == (0, 1)
         tensors = [value for value in vars(self.state).values() if isinstance(value, Tensor)]
         kept = [value.clone() for value in tensors]
@@ -102,27 +102,60 @@ def test_another_state_gets_graphs_of_its_own(folder: Path, monkeypatch: pytest.
     assert fake.captures == 3
 
 
-def test_a_context_is_cut_to_what_fits_unless_it_was_asked_for(folder: Path) -> None:
-    weights = NativeEngine.load(folder).weights
-    room = gpu.WORKING_BYTES + gpu.state_bytes(weights, None, 50_000)
-    assert gpu.fitting_context(weights, None, 40_000, room, asked=True) == 40_000
-    fits = gpu.fitting_context(weights, None, 90_000, room, asked=False)
-    assert 49_000 < fits <= 50_200
-    assert gpu.state_bytes(weights, None, fits) <= room - gpu.WORKING_BYTES
-    with pytest.raises(OutOfMemory, match="context of 90000 tokens") as caught:
-        gpu.fitting_context(weights, None, 90_000, room, asked=True)
-    assert f"--ctx {fits} or less" in caught.value.hint
-    with pytest.raises(OutOfMemory, match="are free beside the weights"):
-        gpu.fitting_context(weights, None, 90_000, gpu.WORKING_BYTES, asked=False)
+@pytest.mark.parametrize("draft", ["off", "mtp"])
+def test_graphs_captured_at_the_load_leave_a_new_state(
+    folder: Path, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, captured = NativeEngine.load(folder, draft=draft), NativeEngine.load(folder, draft=draft)
+    fake = FakeCuda(monkeypatch)
+    fake.state = captured._state
+    captured.step = CapturedStep(fake.step)
+    captured.capture_steps()
+    assert fake.captures == (6 if draft == "mtp" else 2)  # greedy and sampled; with drafts three kinds of step
+    for name in ("recurrent", "conv", "length", "done", "ring"):
+        assert_bits(getattr(captured._state, name).float(), getattr(plain._state, name).float(), name)
+    params = SamplingParams(temperature=0.0)
+    assert texts(captured, params) == texts(plain, params)
+    assert fake.captures <= (8 if draft == "mtp" else 2)
 
 
-def test_a_state_for_nothing_allocates_nothing_and_counts_every_tensor(folder: Path) -> None:
-    engine = NativeEngine.load(folder, draft="mtp", context=300)
-    held = sum(value.nbytes for value in vars(engine._state).values() if isinstance(value, Tensor))
-    assert gpu.state_bytes(engine.weights, engine.drafter, 300) == held
+def test_a_ring_entry_comes_with_the_time_of_its_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+
+    class FakeEvent:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at = 0
+
+        def record(self) -> None:
+            self.at = next(clock)
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, later: FakeEvent) -> float:
+            return 2.5 * (later.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    engine = NativeEngine.load(folder)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory=False, **more: zeros(*args, **more))
+    engine._host_ring = HostRing(engine._state)
+    engine.run_ahead = 3
+    steps = list(engine.generate(TokenRequest(PROMPT, max_tokens=6)))
+    assert [i for step in steps for i in step.ids] == texts(NativeEngine.load(folder), SamplingParams())[:6]
+    assert {step.gpu_s for step in steps} == {0.0025}
 
 
-def test_kernels_that_no_gpu_has_run_are_refused(folder: Path) -> None:
-    with pytest.raises(UsageError, match="have not been run on a GPU yet") as caught:
+def test_without_a_gpu_one_message_offers_the_cpu(folder: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(UsageError, match=r"CUDA|GPU") as caught:
         NativeEngine.load(folder, "cuda", "bfloat16")
-    assert caught.value.hint == "use --device cpu"
+    assert "use --device cpu" in caught.value.hint
+    assert "\n" not in caught.value.message
+
+
+def test_the_wrong_dtype_is_said_before_kernels_are_compiled(folder: Path) -> None:
+    with pytest.raises(UsageError, match="bfloat16, not float32"):
+        NativeEngine.load(folder, "cuda", "float32")

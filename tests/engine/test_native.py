@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from checkpoints import write_checkpoint
-from ling_kernels.ops import ROW_TILE
+from ling_kernels.ops import ROW_TILE, KernelError
 from ling_local.engine.native import CHUNK, NativeEngine
-from ling_local.errors import ContextTooLong, EngineBusy, EngineError, NonFinite, UsageError
+from ling_local.errors import ContextTooLong, EngineBusy, EngineError, LingError, NonFinite, OutOfMemory, UsageError
 from ling_local.types import FinishReason, SamplingParams, StepResult, TokenRequest
 from parity import assert_bits, assert_close
 
@@ -304,8 +304,19 @@ def test_any_committed_prefix_of_a_window_is_what_single_rows_leave(engine: Nati
             assert_bits(base.conv, plain[count].conv, f"conv after {count} of {width}")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_an_error_inside_a_pass_leaves_nothing_half_done(folder: Path, engine: NativeEngine, error: type) -> None:
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (MemoryError(), OutOfMemory),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), OutOfMemory),
+        (KernelError("kernel route was not launched: out of memory"), OutOfMemory),
+        (KernelError("kernel route was not launched: invalid argument"), EngineError),
+    ],
+)
+def test_an_error_inside_a_pass_leaves_nothing_half_done(
+    folder: Path, engine: NativeEngine, error: BaseException, seen: type
+) -> None:
     run(engine, PROMPT, 3)
     longer = (*PROMPT, 9, 9, 9, 9)
     plain = engine.ops.route
@@ -318,9 +329,25 @@ def test_an_error_inside_a_pass_leaves_nothing_half_done(folder: Path, engine: N
         return plain(*args)
 
     engine.ops.route = failing
-    with pytest.raises(error):
+    with pytest.raises(seen) as caught:
         run(engine, longer)
+    if isinstance(caught.value, LingError):
+        assert caught.value.hint
     engine.ops.route = plain
     result = run(engine, longer)
     assert result[0].cached == 0
     assert tokens(result) == greedy(folder, longer)
+
+
+def test_nothing_is_collected_during_a_generation(folder: Path, engine: NativeEngine) -> None:
+    assert gc.isenabled()
+    for end in ("finish", "close", "abandon"):
+        steps = iter(engine.generate(TokenRequest(PROMPT, max_tokens=4)))
+        next(steps)
+        assert not gc.isenabled()
+        if end == "finish":
+            list(steps)
+        elif end == "close":
+            steps.close()
+        del steps
+        assert gc.isenabled(), end

@@ -28,13 +28,13 @@ def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def cuda_ops(cubins: Path) -> CudaOps:
-    return ling_kernels.load("cuda", cache=cubins, allow_untested=True)
+    return ling_kernels.load("cuda", cache=cubins)
 
 
 @pytest.fixture(scope="session")
 def plain_ops(cubins: Path) -> CudaOps:
     """The same without programmatic dependent launch."""
-    return ling_kernels.load("cuda", cache=cubins, allow_untested=True, pdl=False)
+    return ling_kernels.load("cuda", cache=cubins, pdl=False)
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,12 @@ import torch
 from torch import Tensor
 
 from ling_local.engine.gpu import GpuOptions
+from ling_local.engine.model import forward
 from ling_local.engine.native import NativeEngine
+from ling_local.engine.protocol import Dummy
+from ling_local.errors import OutOfMemory
 from ling_local.paths import demo_dir
-from ling_local.types import FinishReason, SamplingParams, StepResult, TokenRequest
+from ling_local.types import SamplingParams, StepResult, TokenRequest
 from parity import assert_bits
 
 pytestmark = pytest.mark.gpu
@@ -20,10 +25,9 @@ pytestmark = pytest.mark.gpu
 IDS = tuple((37 * i + 11) % 4000 for i in range(64))
 PROMPTS = [tuple((13 * i + 7 * n) % 4000 for i in range(5 + 9 * n)) for n in range(8)]
 GREEDY = SamplingParams(temperature=0.0)
-TESTED = GpuOptions(allow_untested=True)
 
 
-def load(gpu: GpuOptions = TESTED, draft: str = "off", folder: Path | None = None) -> NativeEngine:
+def load(gpu: GpuOptions | None = None, draft: str = "off", folder: Path | None = None) -> NativeEngine:
     return NativeEngine.load(folder or demo_dir(), "cuda", "bfloat16", draft, context=4096, gpu=gpu)
 
 
@@ -55,14 +59,15 @@ def test_logits_are_the_references(engine: NativeEngine, alone: Tensor) -> None:
 
 
 def test_without_overlap_the_bits_are_the_same(alone: Tensor) -> None:
-    plain = load(GpuOptions(allow_untested=True, pdl=False))
+    plain = load(GpuOptions(pdl=False))
     assert_bits(plain.score(IDS, window=1), alone, "logits")
     assert_bits(plain.score(IDS, window=9), alone, "logits at width 9")
     plain.close()
 
 
 def run(engine: NativeEngine, prompt: tuple[int, ...], num: int, drafts: bool, params: SamplingParams = GREEDY) -> list:
-    return list(engine.generate(TokenRequest(prompt, sampling=params, max_tokens=num, draft=drafts)))
+    request = TokenRequest(prompt, sampling=params, max_tokens=num, draft=drafts, full_width=drafts)
+    return list(engine.generate(request))
 
 
 def ids_of(results: list[StepResult]) -> list[int]:
@@ -71,7 +76,7 @@ def ids_of(results: list[StepResult]) -> list[int]:
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(0.8, 40, 0.95, 5)], ids=["greedy", "sampled"])
 def test_a_graph_run_ahead_and_an_eager_step_give_the_same_text(engine: NativeEngine, params: SamplingParams) -> None:
-    eager = load(GpuOptions(allow_untested=True, capture=False, run_ahead=1), "mtp")
+    eager = load(GpuOptions(capture=False, run_ahead=1), "mtp")
     for prompt in PROMPTS[:3]:
         for drafts in (False, True):
             want = ids_of(run(eager, prompt, 100, drafts, params))
@@ -81,13 +86,129 @@ def test_a_graph_run_ahead_and_an_eager_step_give_the_same_text(engine: NativeEn
     eager.close()
 
 
-def test_drafts_change_no_token(engine: NativeEngine) -> None:
+@pytest.mark.parametrize("draft", ["dspark", "mtp"])
+def test_drafts_change_no_token_of_two_thousand(draft: str) -> None:
+    engine = load(draft=draft)
     for prompt in PROMPTS:
-        plain = run(engine, prompt, 250, drafts=False)
-        drafted = run(engine, prompt, 250, drafts=True)
+        plain = run(engine, prompt, 2000, drafts=False)
+        drafted = run(engine, prompt, 2000, drafts=True)
         assert ids_of(drafted) == ids_of(plain)
-        assert any(result.drafted for result in drafted)
-        assert plain[-1].finish in (FinishReason.LENGTH, FinishReason.EOS)
+        assert len(ids_of(plain)) == 2000
+        assert sum(result.accepted for result in drafted) > 20
+        assert {result.drafted for result in drafted[1:]} == {engine.info.block}
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("draft", "block", "pattern"),
+    [
+        ("dspark", 0, (0,)),
+        ("dspark", 0, (8,)),
+        ("dspark", 0, (3, 0, 8, 1, 5)),
+        ("mtp", 3, (3, 0, 2, 1)),
+        ("mtp", 1, (1,)),
+    ],
+)
+def test_forced_accepts_leave_the_ids_and_states_of_plain_decoding(
+    draft: str, block: int, pattern: tuple[int, ...]
+) -> None:
+    engine = NativeEngine.load(demo_dir(), "cuda", "bfloat16", draft, block=block, context=4096, accept=pattern)
+    for prompt in PROMPTS[::3]:
+        engine._forget()
+        want = ids_of(run(engine, prompt, 300, drafts=False))
+        states = states_of(engine)
+        engine._forget()
+        got = run(engine, prompt, 300, drafts=True)
+        assert ids_of(got) == want
+        counts = [result.accepted for result in got[1:-1]]
+        assert counts == list(islice(cycle(pattern), len(counts)))
+        for name, value in states_of(engine).items():
+            assert_bits(value, states[name], name)
+    engine.close()
+
+
+def states_of(engine: NativeEngine) -> dict[str, Tensor]:
+    """All that a sequence leaves, without the rows past its end."""
+    state = engine._state
+    length = int(state.length)
+    parts = {name: getattr(state, name) for name in ("recurrent", "conv", "length", "anchor", "mtp_hidden")}
+    parts["latent"] = state.latent[:, :length]
+    if state.mtp_latent is not None:
+        parts["mtp_latent"] = state.mtp_latent[:length]
+    if state.draft_context is not None:
+        parts["draft_context"] = state.draft_context[:, :, :length]
+    return {name: value.clone() for name, value in parts.items() if value is not None}
+
+
+@torch.inference_mode()
+def captured_score(engine: NativeEngine, width: int) -> Tensor:
+    """Logits of IDS by one graph of a window, replayed."""
+    state, ids = engine.new_state(len(IDS)), torch.tensor(IDS, device="cuda")
+    state.reserve(len(IDS))
+    count = torch.full_like(state.length, width)
+
+    def window() -> Tensor:
+        tile = state.window(width)
+        hidden = forward(engine.ops, engine.weights, state, tile.ids, tile.positions, width)
+        engine.ops.kda_commit(hidden.staged, state.conv, state.recurrent, count)
+        return engine.ops.head(hidden.last, engine.weights.lm_head, width)
+
+    window()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = window()
+    state.rewind()
+    scored = []
+    for start in range(0, len(IDS), width):
+        state.anchor.copy_(ids[start])
+        state.drafts[: width - 1].copy_(ids[start + 1 : start + width])
+        state.stand_at(start)
+        graph.replay()
+        scored.append(logits[:width].clone())
+    return torch.cat(scored)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8, 16])
+def test_a_graph_gives_the_bits_of_single_eager_rows(engine: NativeEngine, alone: Tensor, width: int) -> None:
+    assert_bits(captured_score(engine, width), alone, f"captured logits at width {width}")
+
+
+def test_weights_are_staged_to_the_device_to_the_bit(engine: NativeEngine) -> None:
+    want = NativeEngine.load(demo_dir(), "cpu", "bfloat16", "mtp").weights
+    for path, got in tensors_of(engine.weights).items():
+        assert torch.equal(got.cpu(), tensors_of(want)[path]), path
+
+
+def tensors_of(holder: object, path: str = "") -> dict[str, Tensor]:
+    if isinstance(holder, Tensor):
+        return {path: holder}
+    if isinstance(holder, tuple):
+        items = [(str(i), item) for i, item in enumerate(holder)]
+    else:
+        items = [(name, getattr(holder, name)) for name in getattr(holder, "__dataclass_fields__", ())]
+    return {name: t for key, item in items for name, t in tensors_of(item, f"{path}.{key}").items()}
+
+
+def test_memory_that_runs_out_is_a_sentence() -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-4)
+    try:
+        with pytest.raises(OutOfMemory, match="not enough memory to load the model: GPU cuda has") as caught:
+            load(draft="dspark")
+        assert "--device cpu" in caught.value.hint
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    with pytest.raises(OutOfMemory, match=r"dummy-flash: the weights need \d+\.\d GiB on the GPU"):
+        NativeEngine.load("dummy", "cuda", "bfloat16", dummy=Dummy("flash"))
+
+
+def test_a_step_is_timed_by_the_gpu(engine: NativeEngine) -> None:
+    results = run(engine, PROMPTS[3], 100, drafts=False)
+    seen = results[-1].time_s - results[20].time_s
+    on_gpu = sum(result.gpu_s for result in results[21:])
+    assert 0.3 * seen < on_gpu < 1.15 * seen
+    assert gc.isenabled()
 
 
 def test_an_answer_goes_on_where_the_last_one_ended(engine: NativeEngine) -> None:
@@ -113,13 +234,16 @@ def test_text_is_the_cpus_up_to_near_ties(engine: NativeEngine) -> None:
         assert margin < 0.1 * logits.std(), f"parted after {same} tokens with a margin of {margin}"
 
 
-def test_a_step_copies_nothing_to_the_host_but_the_ring(engine: NativeEngine) -> None:
-    generation = iter(engine.generate(TokenRequest(PROMPTS[2], sampling=GREEDY, max_tokens=40, draft=False)))
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_step_copies_nothing_to_the_host_but_the_ring(engine: NativeEngine, drafts: bool) -> None:
+    request = TokenRequest(PROMPTS[2], sampling=GREEDY, max_tokens=80, draft=drafts, full_width=drafts)
+    generation = engine.generate(request)
+    steps = iter(generation)
     for _ in range(8):  # graphs are there
-        next(generation)
+        next(steps)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(10):
-            next(generation)
+            next(steps)
         torch.cuda.synchronize()
     copies = [e for e in profile.events() if "Memcpy DtoH" in e.name]
     assert 0 < len(copies) <= 14

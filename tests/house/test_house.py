@@ -24,23 +24,40 @@ ROOMS = {
     "text": 2,
     "engine.config": 2,
     "engine.layout": 3,
+    "engine.shard": 3.5,
     "engine.checkpoint": 4,
     "engine.script": 4,
+    "engine.shapes": 4,
+    "engine.staging": 4.5,
     "engine.weights": 5,
     "engine.state": 5,
     "engine.model": 6,
     "engine.width": 1,
+    "engine.pulse": 1,
+    "engine.pinning": 1,
+    "engine.gpus": 4.5,
+    "engine.links": 4.6,
+    "engine.exchange_probe": 4.6,
+    "engine.follow": 7.86,
+    "engine.work": 7.95,
+    "engine.ranks": 8.5,
+    "engine.launch": 10.5,
     "engine.threads": 1,
     "engine.drafter": 7,
     "engine.dspark": 7.5,
     "engine.nextn": 7.5,
+    "engine.forced": 7.5,
     "engine.drafts": 7.8,
     "engine.step": 7.8,
     "engine.capture": 7.85,
     "engine.gpu": 7.85,
+    "engine.memory": 7.85,
     "engine.dummy": 7.85,
+    "engine.source": 7.87,
     "engine.generation": 7.9,
     "engine.native": 8,
+    "engine.timing": 1,
+    "engine.breakdown": 9,
     "engine.scripted": 8,
     "train": 9,
     "engine": 10,
@@ -48,7 +65,9 @@ ROOMS = {
     "engine.remote": 9,
     "stats": 12,
     "settings": 13,
+    "published": 1,
     "hub": 13,
+    "pull": 14,
     "sessions": 13,
     "generate": 14,
     "bench": 15,
@@ -60,7 +79,9 @@ ROOMS = {
 }
 TORCH_BEHIND = {"engine.weights", "engine.state", "engine.model", "engine.step", "engine.native", "train"}
 TORCH_BEHIND |= {"engine.drafter", "engine.drafts", "engine.dspark", "engine.nextn", "engine.generation"}
-TORCH_BEHIND |= {"engine.capture", "engine.gpu", "engine.dummy"}
+TORCH_BEHIND |= {"engine.capture", "engine.gpu", "engine.dummy", "engine.memory", "engine.forced", "engine.source"}
+TORCH_BEHIND |= {"engine.staging", "engine.breakdown", "engine.timing", "engine.launch", "engine.follow"}
+TORCH_BEHIND |= {"engine.exchange_probe", "engine.work"}
 MAX_LINES, MAX_FUNCTION = 400, 80
 
 

@@ -106,8 +106,6 @@ def test_a_gpu_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         read_properties(0)
 
 
-def test_kernels_that_no_gpu_has_run_are_not_handed_out() -> None:
-    with pytest.raises(KernelError, match="not been run on a GPU"):
-        load("cuda")
+def test_a_device_without_kernels_is_named() -> None:
     with pytest.raises(KernelError, match="no kernels for device 'tpu'"):
         load("tpu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,11 @@ import torch
 
 import device_checks as checks
 from device_checks import Place
-from emulator import ORDERS, EmulatedDevice
+from emulator import ORDERS
+from ling_kernels.cuda import tiles
 from ling_kernels.cuda.dense import DenseOps, Gated
 from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, Routing
+from settled import SettledDevice
 
 pytestmark = pytest.mark.emulated
 
@@ -20,12 +24,12 @@ ROWS = [1, 8, 9, 16]
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
-    return EmulatedDevice(tmp_path_factory.mktemp("emulated"), ["norm", "gemm", "moe"])
+def device(tmp_path_factory: pytest.TempPathFactory) -> SettledDevice:
+    return SettledDevice(tmp_path_factory.mktemp("emulated"), ["norm", "gemm", "router", "moe"])
 
 
 @pytest.fixture
-def place(device: EmulatedDevice) -> Place:
+def place(device: SettledDevice) -> Place:
     return Place(DenseOps(device), "cpu", device.constant)
 
 
@@ -82,7 +86,7 @@ def test_a_projection_applies_the_norm_that_kda_left(place: Place) -> None:
 @pytest.mark.parametrize(
     ("experts", "chosen", "groups"), [(16, 4, 4), (64, 8, 8), (128, 8, 8), (256, 8, 4), (512, 8, 8), (24, 2, 1)]
 )
-def test_router(device: EmulatedDevice, experts: int, chosen: int, groups: int, gate_fp32: bool) -> None:
+def test_router(device: SettledDevice, experts: int, chosen: int, groups: int, gate_fp32: bool) -> None:
     place = Place(DenseOps(device, gate_fp32=gate_fp32), "cpu", device.constant)
     params = checks.moe_params(place, experts, 40, 8, chosen, groups)
     for rows in (1, 16):
@@ -98,12 +102,44 @@ def test_experts(place: Place, inner: int, shared: int, limit: float) -> None:
     checks.check_unchosen_experts_are_dropped(place, params)
 
 
-def test_prefetch_changes_nothing(device: EmulatedDevice, place: Place) -> None:
+def variants_of(make: Callable[[], DenseOps]) -> list[DenseOps]:
+    """Ops with each switch of the experts thrown."""
+    switches = (
+        {"select_apart": True},
+        {"ahead_in_down": False},
+        {"first_to_go": True},
+        {"gate_depth": 1, "down_depth": 1},
+    )
+    made = []
+    for switch in switches:
+        made.append(make())
+        for name, value in switch.items():
+            setattr(made[-1], name, value)
+    return made
+
+
+def test_switches_change_nothing(device: SettledDevice, place: Place) -> None:
     params = checks.moe_params(place, 16, 48, 24, 4, 4)
-    checks.check_prefetch_changes_nothing(place, params, DenseOps(device, prefetch=False))
+    checks.check_switches_change_nothing(place, params, variants_of(lambda: DenseOps(device)))
 
 
-def test_a_hint_is_asked_for_once_and_changes_nothing(device: EmulatedDevice, place: Place) -> None:
+def test_tokens_that_do_not_fit_into_shared_memory_are_read_from_memory(
+    device: SettledDevice, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = checks.moe_params(place, 16, 136, 24, 4, 4)
+    place.constant(place.ops._gate(params.gate))
+    x, rows = place.rand(ROW_TILE, 136, seed=50), 16
+    routing = place.ops.route(x, params, rows)
+    want = place.ops.experts(x, routing, params, rows)[:rows].clone()
+    little = replace(device.properties, shared_bytes=tiles.PLAN_BYTES + 24 * 1024)
+    warps = tiles.warps_of((136,))
+    needed = [tiles.expert_memory(p, warps, 1, 136, 16, rows, (4, 10)) for p in (device.properties, little)]
+    assert [memory.local for memory in needed] == [True, False]
+    monkeypatch.setattr(device, "properties", little)
+    checks.assert_bits(place.ops.experts(x, routing, params, rows)[:rows], want, "experts")
+
+
+def test_a_hint_is_asked_for_once_and_changes_nothing(device: SettledDevice, place: Place) -> None:
     x, weight = place.rand(ROW_TILE, 136, seed=1), place.weight(300, 136, seed=2)
     later, state = place.weight(700, 40, seed=3), torch.zeros(2, 50, 8)
     mlp = MlpParams(place.weight(96, 136, seed=4), place.weight(136, 48, seed=5))
@@ -157,7 +193,7 @@ def test_a_row_has_its_bits_to_itself(place: Place) -> None:
     checks.rows_alone(through_experts, x, widths, "experts")
 
 
-def all_results(machine: EmulatedDevice) -> list[torch.Tensor]:
+def all_results(machine: SettledDevice) -> list[torch.Tensor]:
     """What every kernel of this file leaves, for 11 rows."""
     place, rows = Place(DenseOps(machine), "cpu", machine.constant), 11
     params = checks.moe_params(place, 64, 136, 40, 8, 8)
@@ -175,12 +211,12 @@ def all_results(machine: EmulatedDevice) -> list[torch.Tensor]:
 @pytest.mark.parametrize("order", ORDERS[1:])
 def test_the_order_of_threads_changes_nothing(tmp_path: Path, order: str) -> None:
     """What a missing barrier would change."""
-    names, folders = ["norm", "gemm", "moe"], [tmp_path / "a", tmp_path / "b"]
+    names, folders = ["norm", "gemm", "router", "moe"], [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
     # few multiprocessors: blocks go from tile to tile
-    wanted = all_results(EmulatedDevice(folders[0], names, num_sms=1))
-    for got, want in zip(all_results(EmulatedDevice(folders[1], names, num_sms=1, order=order)), wanted, strict=True):
+    wanted = all_results(SettledDevice(folders[0], names, num_sms=1))
+    for got, want in zip(all_results(SettledDevice(folders[1], names, num_sms=1, order=order)), wanted, strict=True):
         checks.assert_bits(got.float(), want.float(), "results")
 
 
@@ -190,11 +226,12 @@ def test_unsupported_sizes_are_named(place: Place) -> None:
     with pytest.raises(KernelError, match="17 rows"):
         place.ops.linear(place.rand(32, 16, seed=1), place.rand(5, 16, seed=2), 17)
     routing = Routing(torch.zeros(ROW_TILE, 9, dtype=torch.int64), torch.zeros(ROW_TILE, 9))
+    params = checks.moe_params(place, 16, 48, 24, 4, 4)
     with pytest.raises(KernelError, match="9 experts for a token"):
-        place.ops._plan(routing, 1)
+        place.ops.experts(place.rand(ROW_TILE, 48, seed=1), routing, params, 1)
 
 
-def test_the_emulator_sees_an_early_touch(device: EmulatedDevice, place: Place) -> None:
+def test_the_emulator_sees_an_early_touch(device: SettledDevice, place: Place) -> None:
     """The guard itself: a weight that was not declared one is an activation, and it is loaded before the wait."""
     with pytest.raises(AssertionError, match="touched before the wait"):
         place.ops.linear(place.rand(ROW_TILE, 16, seed=1), place.rand(5, 16, seed=2), 1)

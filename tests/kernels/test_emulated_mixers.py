@@ -11,7 +11,7 @@ import device_mixers as checks
 from device_checks import Place
 from emulator import ORDERS, EmulatedDevice
 from ling_kernels.cuda import CudaOps
-from ling_kernels.cuda.latent import LARGE, SMALL, attend_bytes
+from ling_kernels.cuda.latent import LARGE, SMALL, Form, attend_bytes, deal_tiles
 from ling_kernels.ops import ROW_TILE, KernelError
 from ling_kernels.reference import sample
 from settled import SETTLED, SettledDevice
@@ -51,28 +51,43 @@ def test_kda_prefill_in_parts(place: Place, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     ("heads", "rank", "length", "rows"),
-    [(2, 0, 0, 1), (2, 0, 126, 5), (3, 48, 70, 3), (17, 0, 65, 2), (1, 0, 191, 16), (1, 0, 4090, 9)],
+    [(2, 0, 0, 1), (2, 0, 126, 5), (3, 48, 70, 3), (17, 264, 65, 2), (1, 0, 191, 16), (8, 8, 2110, 5), (9, 0, 30, 16)],
 )
 @pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
-def test_mla(device: EmulatedDevice, heads: int, rank: int, length: int, rows: int, form: tuple[int, int]) -> None:
-    place = Place(with_shared(device, attend_bytes(576, 512, *form, same=True)), "cpu", device.constant)
+def test_mla(device: EmulatedDevice, heads: int, rank: int, length: int, rows: int, form: Form) -> None:
+    place = Place(with_form(device, form), "cpu", device.constant)
     checks.check_mla(place, heads, rank, length, rows)
-    assert device.launched[-3] == ("mla_attend_large" if form == LARGE else "mla_attend_small")
+    most, _ = deal_tiles(-(-heads * rows // 16), form)
+    assert device.launched[-3] == f"mla_attend_{form.keys}_{most}"
 
 
-def with_shared(device: EmulatedDevice, shared: int) -> CudaOps:
-    """Ops for a device that gives a block so much shared memory and no more."""
+def with_form(device: EmulatedDevice, form: Form) -> CudaOps:
+    """Ops for a device that gives a block as much shared memory as the form needs and no more."""
+    shared = max(attend_bytes(form.keys, tiles) for tiles in form.tiles)
     device.properties = replace(device.properties, shared_bytes=shared)
     return CudaOps(device)
 
 
-def test_mla_bits_at_any_width(place: Place) -> None:
-    checks.check_mla_bits(place, 2, 123, (3, 8))
+@pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
+def test_mla_bits_at_any_width(device: EmulatedDevice, form: Form) -> None:
+    checks.check_mla_bits(Place(with_form(device, form), "cpu", device.constant), 8, 123, (3, 8, 14))
 
 
-def test_mla_bits_where_the_splits_grow(place: Place) -> None:
-    """Position 4096 is the first whose keys are split in pairs of chunks: its neighbours keep theirs."""
-    checks.check_mla_bits(place, 1, 4092, (8,))
+@pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
+def test_mla_bits_where_the_splits_grow(device: EmulatedDevice, form: Form) -> None:
+    """Position 2112 is the first whose keys are split in larger pieces: its neighbours keep theirs."""
+    checks.check_mla_bits(Place(with_form(device, form), "cpu", device.constant), 3, 2108, (8,))
+
+
+def test_mla_of_splits_of_several_chunks(device: EmulatedDevice) -> None:
+    place = Place(with_form(device, LARGE), "cpu", device.constant)
+    checks.check_mla(place, 1, 0, 8600, 1)
+
+
+def test_tiles_are_dealt_evenly() -> None:
+    dealt = [deal_tiles(tiles, LARGE) for tiles in (1, 2, 4, 5, 6, 7, 9, 10, 11, 16, 32)]
+    assert dealt == [(1, 1), (3, 2), (3, 2), (3, 3), (3, 3), (5, 4), (5, 5), (5, 5), (5, 4), (5, 4), (5, 5)]
+    assert [deal_tiles(tiles, SMALL) for tiles in (1, 9)] == [(1, 1), (1, 1)]
 
 
 SAMPLINGS = [
@@ -139,6 +154,18 @@ def test_draft_block(place: Place, neox: bool, rope_dim: int) -> None:
     checks.check_draft(place, params, 70, 3, 8)
 
 
+def test_draft_embed(place: Place) -> None:
+    checks.check_draft_embed(place, 40)
+
+
+@pytest.mark.parametrize("length", [9, 200])
+def test_draft_of_a_context_in_many_splits(
+    device: EmulatedDevice, place: Place, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr(device, "resident", lambda *of: 15)
+    checks.check_draft(place, checks.make_draft(place, 16, 2, 1, 8, 30, "vanilla", True, 128), length, 9, 7)
+
+
 def test_draft_with_many_heads_a_key_head(place: Place) -> None:
     params = checks.make_draft(place, 16, 6, 1, 8, 30, "vanilla", True, 128)
     checks.check_draft(place, params, 130, 16, 16)
@@ -163,10 +190,10 @@ def test_in_another_order_of_threads_the_results_hold(
 ) -> None:
     """A barrier too few shows in one order or another."""
     monkeypatch.setattr(device, "order", ORDERS.index(order))
-    place = Place(with_shared(device, attend_bytes(576, 512, *LARGE, same=True)), "cpu", device.constant)
+    place = Place(with_form(device, LARGE), "cpu", device.constant)
     checks.check_kda_window(place, 1, 9)
     checks.check_kda_prefill(place, 1, 19)
-    checks.check_mla(place, 2, 48, 126, 5)
+    checks.check_mla(place, 16, 48, 126, 7)
     checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[0]), 4)
     for words, span in ((SAMPLINGS[0], 16), (SAMPLINGS[3], 0), (SAMPLINGS[4], 16)):
         checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *words), 2, thorough=False, span=span)

@@ -17,10 +17,11 @@ from ling_kernels.cuda.compile import compile_unit
 
 # 16-byte loads of a thread that stand before the wait: DEPTH chunks of two weight rows
 EARLY = {
-    "gemm": ("linear", "linear_normed", "mlp_gate_up", "head", "router"),
-    "moe": ("experts_gate_up", "experts_down"),
+    "gemm": ("linear", "linear_normed", "mlp_gate_up", "head"),
+    "router": ("router",),
 }
 WIDE = re.compile(r"LDG\S*\.128")
+COPY = re.compile(r"LDGSTS\S*\.128")
 LOADS = 8
 TOGETHER = 3  # loads that are sent after it before the first product waits for one
 
@@ -65,3 +66,18 @@ def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path) -> None:
     assert sum(bool(WIDE.search(line)) for line in code[:wait]) == 7
     assert early == 7 + 3 + 3 + 1 + 1 + 1  # the history's, one value's taps, rate and norm
     assert rows == 16 + 2 + 4 + 2  # q or k, decay, v, gate and beta
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+def test_the_experts_rings_are_filled_before_the_wait(arch: str, tmp_path: Path) -> None:
+    """gate_up multiplies its tile of the shared expert before it, down chooses and sends for weights only."""
+    kernels = disassembled(compile_unit("moe", arch)[0], tmp_path)
+    for name in ("experts_gate_up", "experts_down"):
+        for tokens in (8, 16):
+            code = kernels[f"{name}_{tokens}"]
+            wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+            copies, products = (
+                sum(bool(kind.search(line)) for line in code[:wait]) for kind in (COPY, re.compile("HMMA"))
+            )
+            assert copies >= 4, f"{name}_{tokens} on {arch}: {copies} copies before the wait"
+            assert (products > 0) == (name == "experts_gate_up"), f"{name}_{tokens} on {arch}"

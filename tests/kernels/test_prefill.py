@@ -7,6 +7,7 @@ import torch
 
 from device_checks import Place, assert_near, moe_params
 from device_mixers import make_mla
+from emulator import EmulatedDevice
 from ling_kernels.cuda.prefill import attention, prefill_experts, prefill_mla
 from ling_kernels.reference import mla, moe
 
@@ -23,7 +24,7 @@ def test_expanded_attention_is_the_absorbed_form(rows: int, before: int, rank: i
     want_cache = got_cache.clone()
     proj = PLACE.rand(rows, (rank or heads * 192) + 576 + heads, seed=2)
     positions = before + torch.arange(rows)
-    got = prefill_mla(proj, got_cache, table, positions, params)
+    got = prefill_mla(proj, got_cache, table, positions, params, before + rows)
     want = mla.mla(proj, want_cache, table, positions, params, rows, capacity)
     assert_near(got.float(), want.float(), "attention", 2e-2)  # keys and values are rounded on the way
     assert torch.equal(got_cache, want_cache)
@@ -38,10 +39,33 @@ def test_attention_sees_nothing_ahead() -> None:
     assert not torch.equal(attention(q, k, v)[4], full[4])
 
 
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
+    return EmulatedDevice(tmp_path_factory.mktemp("emulated"), ["prefill"])
+
+
+@pytest.mark.emulated
 @pytest.mark.parametrize(("experts", "chosen", "groups", "limit"), [(16, 4, 4, 0.0), (64, 8, 8, 1.0)])
-def test_sorted_experts_are_the_references(experts: int, chosen: int, groups: int, limit: float) -> None:
+def test_sorted_experts_are_the_references(
+    device: EmulatedDevice, experts: int, chosen: int, groups: int, limit: float
+) -> None:
     params = moe_params(PLACE, experts, 48, 24, chosen, groups, limit)
-    h = PLACE.rand(50, 48, seed=3)
-    routing = moe.route(h, params)
-    got, want = prefill_experts(h, routing, params), moe.experts(h, routing, params, None)
-    assert_near(got.float(), want.float(), "experts")
+    for rows in (1, 50):
+        h = PLACE.rand(rows, 48, seed=3)
+        routing = moe.route(h, params)
+        got, want = prefill_experts(device, h, routing, params), moe.experts(h, routing, params, None)
+        assert_near(got.float(), want.float(), "experts")
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("count", [1, 40, 1024, 1100, 2500])
+def test_choices_are_sorted_by_expert_and_then_by_row(device: EmulatedDevice, count: int) -> None:
+    experts = torch.randint(0, 5, (count,), generator=torch.Generator().manual_seed(count))
+    experts[experts == 3] = 4  # one that nobody chose
+    order, place = (torch.full((count,), -1, dtype=torch.int32) for _ in range(2))
+    ends = torch.full((5,), -1, dtype=torch.int32)
+    device.launch("prefill_sort", 5, 1024, [experts, order, place, ends, count])
+    want = experts.argsort(stable=True)
+    assert torch.equal(order.long(), want)
+    assert torch.equal(place.long(), want.argsort())
+    assert torch.equal(ends.long(), experts.bincount(minlength=5).cumsum(0))

@@ -51,11 +51,20 @@ class Properties:
     shared_bytes: int
 
 
+# Kernels that shall share a multiprocessor with the one before. What is L1 and what shared memory there can only change
+# while it is empty, so they ask for all of it to be shared memory from the first of them on. Others do not: they keep
+# tokens in L1.
+BESIDE_EACH_OTHER = ("router_", "experts_")
+
+
 class Device:
     """The kernels of one GPU, loaded; `launch` is the only way in. pdl: programmatic dependent launch, on by default.
+    whole_shared: whether BESIDE_EACH_OTHER counts, for measurements; to be set before the first launch.
 
     Raises KernelError where the compiler or the driver does not work.
     """
+
+    whole_shared = True
 
     def __init__(
         self, index: int = 0, cache: Path | None = None, progress: ProgressFn | None = None, pdl: bool = True
@@ -71,6 +80,7 @@ class Device:
             cubins = build(self.properties.arch, cache, progress)
             self._modules = [self._load(unit, cubin) for unit, cubin in cubins.items()]
         self._functions: dict[str, object] = {}
+        self._granted: dict[str, int] = {}
         self._resident: dict[tuple[str, int, int], int] = {}
         self._attributes = [self._serialization()]
 
@@ -93,6 +103,15 @@ class Device:
         (status,) = driver.cuLaunchKernelEx(config, self._function(name, shared), packed(args), 0)
         self._check(status, f"kernel {name} was not launched")
 
+    @property
+    def driver(self):
+        """The driver's functions."""
+        return self._driver
+
+    def check(self, status: object, what: str) -> None:
+        """KernelError where the driver did not do what it was asked for."""
+        self._check(status, what)
+
     def resident(self, name: str, block: int, shared: int = 0) -> int:
         """How many blocks of kernel `name` the whole GPU holds at once; at least one a multiprocessor is assumed."""
         key = (name, block, shared)
@@ -104,17 +123,22 @@ class Device:
         return self._resident[key]
 
     def _function(self, name: str, shared: int) -> object:
-        key = f"{name}+{shared}" if shared > 48 * 1024 else name
-        if key not in self._functions:
-            self._functions[key] = self._find(name)
-            if shared > 48 * 1024:  # above this a kernel must ask, once
-                if shared > self.properties.shared_bytes:
-                    limit = self.properties.shared_bytes
-                    raise KernelError(f"kernel {name} needs {shared} bytes of shared memory, this GPU gives {limit}")
-                kind = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                (status,) = self._driver.cuFuncSetAttribute(self._functions[key], kind, shared)
-                self._check(status, f"kernel {name} cannot have {shared} bytes of shared memory")
-        return self._functions[key]
+        if name not in self._functions:
+            self._functions[name] = self._find(name)
+            if self.whole_shared and name.startswith(BESIDE_EACH_OTHER):
+                self._set(name, "PREFERRED_SHARED_MEMORY_CARVEOUT", 100)
+        if shared > self._granted.get(name, 48 * 1024):  # above this a kernel must ask, once for the most it will have
+            if shared > self.properties.shared_bytes:
+                limit = self.properties.shared_bytes
+                raise KernelError(f"kernel {name} needs {shared} bytes of shared memory, this GPU gives {limit}")
+            self._set(name, "MAX_DYNAMIC_SHARED_SIZE_BYTES", shared)
+            self._granted[name] = shared
+        return self._functions[name]
+
+    def _set(self, name: str, attribute: str, value: int) -> None:
+        kind = getattr(self._driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{attribute}")
+        (status,) = self._driver.cuFuncSetAttribute(self._functions[name], kind, value)
+        self._check(status, f"kernel {name} cannot have {value} as {attribute.lower()}")
 
     def _find(self, name: str) -> object:
         for module in self._modules:

@@ -2,86 +2,116 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.ahead import AheadOps
+from ling_kernels.cuda.ahead import SHARE, AheadOps
 from ling_kernels.cuda.driver import Device, Int64
 from ling_kernels.cuda.prefill import prefill_mla
 from ling_kernels.ops import ROW_TILE, KernelError, MlaParams
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128  # as in mla.cuh
-SPLITS, KEYS, TILE, THREADS, MERGE_GROUPS = 64, 64, 16, 256, 4  # as in attend.cuh
-LARGE, SMALL = (3, 2), (1, 1)  # row tiles and stages of a block, by the shared memory that it may have
+ROW, QUERY = LATENT + ROPE, NOPE + ROPE
+SLICE, QUERY_THREADS, QUERY_RANK, THREADS = 128, 384, 256, 256
+SPLITS, TILE, PART, ATTEND_WARPS, MERGE_THREADS = 66, 16, 192, 8, 512  # as in attend.cuh
+ASKING = 24  # blocks that ask for the cache and what comes after attention
 
 
-def attend_bytes(keys: int, values: int, tiles: int, stages: int, same: bool) -> int:
-    """sizeof(AttendShared) in attend.cuh. same: values are the first part of the keys."""
-    row = 2 * (keys + 8)
-    chunks = stages * KEYS * row + (16 if same else stages * KEYS * 2 * (values + 8))
-    return chunks + tiles * TILE * row + TILE * (KEYS + 4) * 4 + TILE * (KEYS + 8) * 2 + (2 * tiles + 1) * TILE * 4
+class Form(NamedTuple):
+    """Keys of a chunk, which fix the order of sums, and how many query tiles the kernels for it may have."""
+
+    keys: int
+    tiles: tuple[int, ...]
 
 
-class AttendOps(AheadOps):
-    """Scratch that attention kernels share."""
+LARGE, SMALL = Form(128, (1, 3, 5)), Form(64, (1,))  # by the shared memory that a block may have
+
+
+def attend_bytes(keys: int, tiles: int) -> int:
+    """sizeof(AttendShared) in attend.cuh."""
+    rows, buffers = tiles * TILE, 2 if tiles > 3 else 3
+    weights = (1 if buffers == 2 else rows) * (keys + 8)
+    halves = keys * (ROW + 8) + buffers * rows * (PART + 8) + weights
+    return -(-(2 * halves + rows * 4 * (2 * ATTEND_WARPS + 5)) // 16) * 16
+
+
+def query_bytes() -> int:
+    """sizeof(MlaQueryShared) in mla.cuh."""
+    return 2 * (NOPE * (SLICE + 8) + ROW_TILE * (QUERY_RANK + 8) + ROW_TILE * (QUERY + 8)) + ROW_TILE * 4
+
+
+def deal_tiles(tiles: int, form: Form) -> tuple[int, int]:
+    """Which of the form's kernels, and how many tiles a block of it takes: two blocks share the keys of a split as
+    soon as one would have much to do."""
+    most = next((most for most in form.tiles if tiles <= (most if most == 1 else 2 * most)), form.tiles[-1])
+    return most, -(-tiles // -(-tiles // most))
+
+
+class LatentOps(AheadOps):
+    """Contracts in `ling_kernels.ops.Ops`."""
 
     device: Device
-
-    def attend_scratch(self, tiles: int, values: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Partial sums [tiles, SPLITS, 16, values], and their maxima and weights [tiles, SPLITS, 16, 2]. Kept: a
-        captured step writes there, and no two launches use them at a time."""
-        kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = self.__dict__.setdefault("_attend", {})
-        if (tiles, values) not in kept:
-            shape = (tiles, SPLITS, TILE)
-            kept[tiles, values] = (
-                torch.empty(*shape, values, dtype=torch.float32, device=like.device),
-                torch.empty(*shape, 2, dtype=torch.float32, device=like.device),
-            )
-        return kept[tiles, values]
-
-
-class LatentOps(AttendOps):
-    """Contracts in `ling_kernels.ops.Ops`."""
 
     def mla(
         self, proj: Tensor, cache: Tensor, rope: Tensor, positions: Tensor, params: MlaParams, rows: int, extent: int
     ) -> Tensor:
         _check(proj, params)
         if rows > ROW_TILE:
-            return prefill_mla(proj, cache, rope, positions, params)
+            return prefill_mla(proj, cache, rope, positions, params, self._end_of(positions))
         heads, width = params.num_heads, proj.shape[1]
-        rank = width - LATENT - ROPE - heads
-        query = proj if params.q_b_proj is None else self._low_rank_query(proj, params, rank, rows)
-        q = proj.new_empty(proj.shape[0], heads, LATENT + ROPE)
-        args = [q, cache, query, query.shape[1], proj[:, rank:], width, params.w_uk, Int64(params.w_uk.stride(0))]
-        args += [params.kv_norm, rope, positions, heads, rows, float(params.eps)]
-        self.device.launch("mla_prepare", heads * LATENT // 64 + rows, THREADS, args)
+        q = self._latent_queries(proj, cache, rope, positions, params, rows)
 
-        tiles = rows * -(-heads // TILE)
-        # for all rows that a window may have: one buffer serves every width
-        sums, stats = self.attend_scratch(ROW_TILE * -(-heads // TILE), LATENT, proj)
-        large = attend_bytes(LATENT + ROPE, LATENT, *LARGE, same=True) <= self.device.properties.shared_bytes
-        together, stages = LARGE if large else SMALL
-        scale = (NOPE + ROPE) ** -0.5
-        args = [sums, stats, q, cache, positions, heads, rows, cache.shape[0], scale]
-        shared = attend_bytes(LATENT + ROPE, LATENT, together, stages, same=True)
-        name = "mla_attend_large" if large else "mla_attend_small"
-        self.device.launch(name, (SPLITS, -(-tiles // together)), THREADS, args, shared)
+        partial, stats = self._attend_scratch(heads, proj)
+        large = max(attend_bytes(LARGE.keys, tiles) for tiles in LARGE.tiles) <= self.device.properties.shared_bytes
+        form, tiles = LARGE if large else SMALL, -(-rows * heads // TILE)
+        most, together = deal_tiles(tiles, form)
+        scale = QUERY**-0.5 * 1.4426950408889634
+        args = [partial, stats, q, cache, positions, heads, rows, together, cache.shape[0], scale]
+        grid, shared = (SPLITS, -(-tiles // together)), attend_bytes(form.keys, most)
+        self.device.launch(f"mla_attend_{form.keys}_{most}", grid, THREADS, args, shared)
 
         latent = proj.new_empty(proj.shape[0], heads, LATENT)
-        self.device.launch(
-            "mla_merge", (heads, rows), MERGE_GROUPS * LATENT // 4, [latent, sums, stats, positions, heads]
-        )
+        self.device.launch("mla_merge", (heads, rows), MERGE_THREADS, [latent, partial, stats, positions, heads])
         out = proj.new_empty(proj.shape[0], heads * VALUE)
         args = [out, latent, params.w_uv, Int64(params.w_uv.stride(0)), proj[:, width - heads :], width, heads, rows]
         self.device.launch("mla_values", (VALUE // 16, heads), THREADS, args)
         return out
 
-    def _low_rank_query(self, proj: Tensor, params: MlaParams, rank: int, rows: int) -> Tensor:
-        normed = proj.new_empty(proj.shape[0], rank)
-        args = [normed, proj, proj.shape[1], params.q_norm, rank, float(params.eps)]
-        self.device.launch("mla_query_norm", rows, THREADS, args)
-        return self.linear(normed, params.q_b_proj, rows)
+    def _end_of(self, positions: Tensor) -> int:
+        """One more than the last position of a prefill chunk, read once for all layers: the host waits for it."""
+        kept = self.__dict__.get("_chunk")
+        if kept is None or kept[0] is not positions:
+            self._chunk = kept = (positions, int(positions[-1]) + 1)
+        return kept[1]
+
+    def _latent_queries(
+        self, proj: Tensor, cache: Tensor, rope: Tensor, positions: Tensor, params: MlaParams, rows: int
+    ) -> Tensor:
+        """The window's absorbed queries [R, H, 576]; its rows of the cache are written as well."""
+        heads, width = params.num_heads, proj.shape[1]
+        rank = width - ROW - heads
+        q = proj.new_empty(proj.shape[0], heads, ROW)
+        args = [q, cache, proj, proj[:, rank:], width, params.q_norm, params.q_b_proj, rank]
+        args += [params.w_uk, Int64(params.w_uk.stride(0)), params.kv_norm, rope, positions, heads, rows]
+        most = int(SHARE * self.device.properties.l2_bytes) // (2 * ROW) if self.asks else 0
+        args += [float(params.eps), ASKING, most, self.hint()]
+        blocks = heads * LATENT // SLICE + rows + ASKING
+        self.device.launch("mla_query", blocks, QUERY_THREADS, args, query_bytes())
+        return q
+
+    def _attend_scratch(self, heads: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Results of splits [SPLITS, ROW_TILE * H, 512], and their maxima and weights [SPLITS, ROW_TILE * H, 2] fp32.
+        Kept: a captured step writes there, and no two launches use them at a time."""
+        kept: dict[int, tuple[Tensor, Tensor]] = self.__dict__.setdefault("_attend", {})
+        if heads not in kept:
+            shape = (SPLITS, ROW_TILE * heads)
+            kept[heads] = (
+                torch.empty(*shape, LATENT, dtype=torch.bfloat16, device=like.device),
+                torch.empty(*shape, 2, dtype=torch.float32, device=like.device),
+            )
+        return kept[heads]
 
 
 def _check(proj: Tensor, params: MlaParams) -> None:
@@ -93,3 +123,8 @@ def _check(proj: Tensor, params: MlaParams) -> None:
             raise KernelError(f"MLA {name} size {size}: the kernels support {known[name]}")
     if not proj.is_contiguous():
         raise KernelError("an MLA projection must be contiguous")
+    if proj.dtype != torch.bfloat16:
+        raise KernelError(f"activations in {proj.dtype}: the kernels compute in bfloat16")
+    rank = 0 if params.q_b_proj is None else params.q_b_proj.shape[1]
+    if rank % 8:
+        raise KernelError(f"rank {rank} of MLA's query: the kernels need a multiple of 8")

@@ -8,15 +8,25 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from ling_kernels.ops import MlaParams, MoeParams, Routing
-from ling_kernels.reference.dense import mlp, rms_norm, swiglu
+from ling_kernels.cuda.driver import Device
+from ling_kernels.ops import MlaParams, MlpParams, MoeParams, Routing
+from ling_kernels.reference.dense import rms_norm
 from ling_kernels.reference.mla import rotate
 
+FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
-def prefill_mla(proj: Tensor, cache: Tensor, rope: Tensor, positions: Tensor, params: MlaParams) -> Tensor:
-    """MLA over T consecutive rows in its expanded form: keys and values of all heads from the latents so far.
+
+def prefill_mla(proj: Tensor, cache: Tensor, rope: Tensor, positions: Tensor, params: MlaParams, end: int) -> Tensor:
+    """MLA over T consecutive rows in its expanded form: keys and values of all heads from the latents so far, of which
+    there are `end` with these rows.
 
     Writes the cache rows at `positions` [T], the same values as the absorbed form writes.
     """
@@ -28,7 +38,6 @@ def prefill_mla(proj: Tensor, cache: Tensor, rope: Tensor, positions: Tensor, pa
     angles = rope.index_select(0, positions)
     fresh = torch.cat([rms_norm(kv, params.kv_norm, params.eps).float(), rotate(key.float(), angles)], dim=-1)
     cache.index_copy_(0, positions, fresh.to(cache.dtype))
-    end = int(positions[-1]) + 1  # prefill: the host may look
     known = cache[:end]
 
     nope, turning = query.view(num, heads, -1).split([params.w_uk.shape[1], turned], dim=-1)
@@ -44,32 +53,53 @@ def prefill_mla(proj: Tensor, cache: Tensor, rope: Tensor, positions: Tensor, pa
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last rows: q [T, H, k], k [S, H, k], v [S, H, v] -> [T, H, v]; S >= T.
 
-    Values are padded to the keys' size: the fast kernels want one size.
+    Values are padded to the keys' size: the fast kernels want one size. On Hopper cuDNN's kernel is several times
+    faster than the others, but it takes no mask that starts at the end of the keys.
     """
     size = v.shape[-1]
     v = F.pad(v, (0, q.shape[-1] - size))
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     if q.shape[2] == k.shape[2]:
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with sdpa_kernel(FASTEST_FIRST, set_priority=True):
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     else:
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
     return o[0].transpose(0, 1)[..., :size]
 
 
-def prefill_experts(h: Tensor, routing: Routing, params: MoeParams) -> Tensor:
-    """Chosen experts and the shared one over T rows: rows sorted by expert, two grouped products, summed in fp32."""
-    num, chosen = routing.experts.shape
-    flat = routing.experts.flatten()
-    order = flat.argsort(stable=True)
-    row = order // chosen
-    ends = flat.bincount(minlength=params.gate.shape[0]).cumsum(0).to(torch.int32)
-    inner = swiglu(grouped(h.index_select(0, row), params.gate_up, ends), params.limit)
-    inner = (inner * routing.weights.flatten().index_select(0, order).unsqueeze(-1)).to(h.dtype)
-    out = grouped(inner, params.down, ends)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    # gathered back and summed, not added in place: the order of the sum is then always the same
-    routed = out.index_select(0, back).view(num, chosen, -1).sum(1, dtype=torch.float32)
-    return (routed + mlp(h, params.shared).float()).to(h.dtype)
+def prefill_experts(device: Device, h: Tensor, routing: Routing, params: MoeParams) -> Tensor:
+    """Chosen experts and the shared one over T rows: rows sorted by expert, two grouped products, summed in fp32.
+
+    The order of everything is fixed, so equal rows give equal bits. No host value is read.
+    """
+    (num, chosen), width = routing.experts.shape, h.shape[1]
+    count, inner = num * chosen, params.down.shape[2]
+    order, place = (torch.empty(count, dtype=torch.int32, device=h.device) for _ in range(2))
+    ends = torch.empty(params.gate.shape[0], dtype=torch.int32, device=h.device)
+    device.launch("prefill_sort", ends.shape[0], 1024, [routing.experts.contiguous(), order, place, ends, count])
+    x = h.new_empty(count, width)
+    device.launch("prefill_gather", count, _threads(width), [h, order, x, chosen, width])
+    made = grouped(x, params.gate_up, ends)
+    mid = h.new_empty(count, inner)
+    args = [made, routing.weights, order, mid, inner, float(params.limit)]
+    device.launch("prefill_swiglu", count, _threads(inner), args)
+    routed, shared, out = grouped(mid, params.down, ends), prefill_mlp(device, h, params.shared), torch.empty_like(h)
+    device.launch("prefill_sum", num, _threads(width), [routed, place, shared, out, chosen, width])
+    return out
+
+
+def prefill_mlp(device: Device, h: Tensor, params: MlpParams) -> Tensor:
+    """SwiGLU over T rows: h [T, D] -> [T, D]."""
+    inner = params.down.shape[1]
+    mid = h.new_empty(h.shape[0], inner)
+    args = [F.linear(h, params.gate_up), None, None, mid, inner, float(params.limit)]
+    device.launch("prefill_swiglu", h.shape[0], _threads(inner), args)
+    return F.linear(mid, params.down)
+
+
+def _threads(width: int) -> int:
+    """A block's threads for rows of `width` values, eight a thread."""
+    return min(-(-width // 256) * 32, 256)
 
 
 def grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

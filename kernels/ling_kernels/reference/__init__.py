@@ -24,6 +24,7 @@ class ReferenceOps:
     advance = staticmethod(sample.advance)
     expect = staticmethod(sample.expect)
     pick = staticmethod(sample.pick)
+    draft_embed = staticmethod(draft.embed)
     draft_context = staticmethod(draft.context)
     draft_block = staticmethod(draft.block)
     markov_pick = staticmethod(draft.pick)

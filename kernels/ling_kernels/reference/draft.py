@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,6 +36,11 @@ def _keys_values(
     return _turned(rms_norm(keys, layer.k_norm, params.eps), angles, params), values
 
 
+def embed(anchor: Tensor, length: Tensor, table: Tensor, mask: int, num: int) -> tuple[Tensor, Tensor]:
+    places = torch.arange(num, device=anchor.device)
+    return table.index_select(0, torch.where(places == 0, anchor, mask)), length + places
+
+
 def context(taps: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, positions: Tensor, rows: int) -> None:
     live = rows if taps.shape[0] == ROW_TILE else None  # a window piece by piece, a prefill chunk whole
     ctx = rms_norm(linear(taps, params.fc, live), params.hidden_norm, params.eps)
@@ -43,7 +50,20 @@ def context(taps: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, posi
             cache[index, side].index_copy_(0, positions[:rows], fresh[:rows])
 
 
-def block(x: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, length: Tensor, extent: int) -> Tensor:
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def block(
+    x: Tensor,
+    params: DraftParams,
+    cache: Tensor,
+    rope: Tensor,
+    length: Tensor,
+    extent: int,
+    summed: Callable[[Tensor], Tensor] = _same,
+) -> Tensor:
+    """summed: a partial [n, D] to its sum over ranks."""
     num = x.shape[0]
     angles = rope.index_select(0, length + torch.arange(num, device=x.device))
     earlier = torch.arange(extent, device=x.device) < length
@@ -55,8 +75,8 @@ def block(x: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, length: T
         keys, values = _keys_values(h, layer, params, angles)
         keys = torch.cat([cache[index, 0, :extent], keys])
         values = torch.cat([cache[index, 1, :extent], values])
-        x = x + F.linear(_attend(q, keys, values, visible), layer.out_proj)
-        x = x + mlp(rms_norm(x, layer.mlp_norm, params.eps), layer.mlp)
+        x = (x + summed(F.linear(_attend(q, keys, values, visible), layer.out_proj))).to(x.dtype)
+        x = (x + summed(mlp(rms_norm(x, layer.mlp_norm, params.eps), layer.mlp))).to(x.dtype)
     return rms_norm(x, params.norm, params.eps)
 
 
@@ -71,15 +91,22 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
 
 
 def pick(
-    base: Tensor, h: Tensor, anchor: Tensor, params: DraftParams, positions: Tensor, sampling: Sampling
+    base: Tensor,
+    h: Tensor,
+    anchor: Tensor,
+    params: DraftParams,
+    positions: Tensor,
+    sampling: Sampling,
+    whole: Callable[[Tensor], Tensor] = _same,
 ) -> Proposal:
+    """whole: logits of this rank's rows of the vocabulary to those of all."""
     drafts, confidence, rule = [], [], draft_rule(positions, sampling)
     before = anchor.view(1)
     state = torch.zeros(1, params.markov_w1.shape[1], dtype=torch.float32, device=base.device)
     for row in range(base.shape[0]):
         hidden, known = h[row : row + 1].float(), params.markov_w1.index_select(0, before).float()
         bias, state = _markov(hidden, known, state, params)
-        logits = base[row : row + 1] + F.linear(bias, params.markov_w2.float())
+        logits = whole(base[row : row + 1] + F.linear(bias, params.markov_w2.float()))
         confidence.append(_confidence(hidden, known, params, row))
         before = choose_draft(logits[:, : sampling.vocab], rule, slice(row, row + 1))
         drafts.append(before)

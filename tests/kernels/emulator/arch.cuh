@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <ctime>
 #include <functional>
 
 typedef unsigned char u8;
@@ -63,6 +64,10 @@ void barrier();       // all threads of the block
 void wait_for_producer();
 void check_known(const void* from, u32 bytes);  // within one of the arguments
 void fail(const char* why);
+void copy(void* to, const void* from, u32 bytes);  // to 16 bytes; those that are not given are zero
+void commit();                                      // copies so far are a group
+void copies_wait(u32 pending);                      // for all but the youngest groups
+void look_again();    // others may run meanwhile
 
 // Bring a value; then those of all lanes of this meeting may be read, until the next meeting but one.
 template <class T>
@@ -234,6 +239,13 @@ inline float4 load_settled(const float4* from) {
 inline uint2 load_activations4(const bf16* from) { return load_settled(reinterpret_cast<const uint2*>(from)); }
 inline bf16 load_activation(const bf16* from) { return *from; }
 inline float load_activation(const float* from) { return *from; }
+inline float4 load_settled4(const float* from) {
+  if (uintptr_t(from) & 15) emulator::fail("a 16-byte load is not aligned");
+  float4 v;
+  std::memcpy(&v, from, 16);
+  return v;
+}
+inline uint4 load_settled16(const void* from) { return load_weights(from, true); }
 // A hint may come at any time, but within an argument's memory.
 inline void prefetch_l2(const void* from, u32 bytes) {
   if ((uintptr_t(from) | bytes) & 15) emulator::fail("a prefetch is not aligned");
@@ -265,6 +277,10 @@ inline void let_next_start() {
   if (emulator::self->waits != 1) emulator::fail("the next kernel was let in before the wait");
 }
 
+inline void let_next_start_early() {
+  if (emulator::self->waits != 0) emulator::fail("the next kernel was let in after the wait, not early");
+}
+
 inline float warp_sum(float x) {
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(ALL, x, step);
   return x;
@@ -289,14 +305,14 @@ inline u32 ordered(float x) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Copies in the background are done at once; no kernel may rely on when they happen.
-inline void copy16(void* to, const void* from) {
-  if ((uintptr_t(to) | uintptr_t(from)) & 15) emulator::fail("a 16-byte copy is not aligned");
-  std::memcpy(to, from, 16);
-}
-inline void copies_commit() {}
+// Copies in the background: emulator::copy does them at once or, in other orders, when they are waited for.
+inline void copy16(void* to, const void* from) { emulator::copy(to, from, 16); }
+inline void copy_weights(void* to, const void* from, bool) { emulator::copy(to, from, 16); }
+inline void copy16_or_zeros(void* to, const void* from, bool live) { emulator::copy(to, from, live ? 16 : 0); }
+inline void copies_commit() { emulator::commit(); }
 template <int pending>
-inline void copies_wait() {}
+inline void copies_wait() { emulator::copies_wait(pending); }
+inline void copies_wait_upto(int pending) { emulator::copies_wait(u32(pending)); }
 
 // Lane 8i + r brings the address of row r of matrix i.
 inline void load_matrices(u32 (&v)[4], const void* row) {
@@ -321,3 +337,25 @@ inline void load_matrices_transposed(u32 (&v)[4], const void* row) {
     v[i] = pair;
   }
 }
+
+// Memory that several ranks see is shared between processes here. A block that waits lets its other threads run.
+inline void post_packet(void* to, u64 data, u32 number) {
+  if (uintptr_t(to) & 15) emulator::fail("a packet is not aligned");
+  if (!emulator::self->waits) emulator::fail("a packet was posted before the wait");
+  const u64 halves[2] = {u64(number) << 32 | u32(data), u64(number) << 32 | u32(data >> 32)};
+  for (int i = 0; i < 2; ++i) __atomic_store_n(static_cast<u64*>(to) + i, halves[i], __ATOMIC_RELEASE);
+}
+inline bool take_packet(const void* from, u64& data, u32 number) {
+  u64 halves[2];
+  for (int i = 0; i < 2; ++i) halves[i] = __atomic_load_n(static_cast<const u64*>(from) + i, __ATOMIC_ACQUIRE);
+  data = u64(u32(halves[1])) << 32 | u32(halves[0]);
+  return u32(halves[0] >> 32) == number && u32(halves[1] >> 32) == number;
+}
+inline u32 load_volatile(const u32* from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
+inline void store_volatile(u32* to, u32 value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
+inline u64 clock_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return u64(now.tv_sec) * 1000000000ull + u64(now.tv_nsec);
+}
+inline void look_again() { emulator::look_again(); }

@@ -3,6 +3,7 @@
 
 #include <csetjmp>
 #include <csignal>
+#include <sched.h>
 #include <string>
 #include <sys/mman.h>
 #include <tuple>
@@ -24,11 +25,19 @@ struct Region {
   int constant;  // weights and tables: readable at any time, never written
 };
 
+struct Copy {
+  void* to;
+  const void* from;
+  u32 bytes, group;
+};
+
 struct Fiber {
   Thread thread;
   ucontext_t context;
   jmp_buf at;
   bool started, done;
+  u32 groups;
+  std::vector<Copy> copies;  // under way
 };
 
 Thread* self;
@@ -82,6 +91,12 @@ static void pause() {
   if (_setjmp(fibers[current].at) == 0) _longjmp(home, 1);
 }
 
+void look_again() {
+  ++progress;  // what is waited for comes from outside
+  if (current + 1 == threads.x) sched_yield();
+  pause();
+}
+
 void meet(u32 mask) {
   Warp* warp = self->warp;
   const u32 mine = self->meetings++;
@@ -117,6 +132,36 @@ void wait_for_producer() {
   while (!opened) pause();
 }
 
+static void finish(const Copy& copy) {
+  memset(copy.to, 0, 16);
+  memcpy(copy.to, copy.from, copy.bytes);
+}
+
+void copy(void* to, const void* from, u32 bytes) {
+  if ((uintptr_t(to) | uintptr_t(from)) & 15) fail("a 16-byte copy is not aligned");
+  if (bytes) (void)*static_cast<const volatile u8*>(from);  // a touch: it may be early
+  Fiber& fiber = fibers[current];
+  const Copy made = {to, from, bytes, fiber.groups};
+  if (order == IN_TURN) {
+    finish(made);
+  } else {
+    memset(to, 0xff, 16);  // until it is waited for, it is anything
+    fiber.copies.push_back(made);
+  }
+}
+
+void commit() { ++fibers[current].groups; }
+
+void copies_wait(u32 pending) {
+  Fiber& fiber = fibers[current];
+  size_t kept = 0;
+  for (const Copy& copy : fiber.copies) {
+    if (copy.group + pending < fiber.groups) finish(copy);
+    else fiber.copies[kept++] = copy;
+  }
+  fiber.copies.resize(kept);
+}
+
 static void run_thread() {
   body(arguments);
   if (self->waits != 1) fail("a thread ended without waiting for the producer");
@@ -148,6 +193,8 @@ static void run_block() {
     Fiber& fiber = fibers[t];
     fiber.thread = {{t, 0, 0}, t % WARP, 0, 0, 0, &warps[t / WARP]};
     fiber.started = fiber.done = false;
+    fiber.groups = 0;
+    fiber.copies.clear();
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = stacks.data() + size_t(t) * STACK;
     fiber.context.uc_stack.ss_size = STACK;

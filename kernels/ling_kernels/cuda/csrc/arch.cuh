@@ -111,6 +111,7 @@ __device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #else
   const char* line = static_cast<const char*>(from);
+#pragma unroll 1
   for (u32 at = 0; at < bytes; at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(line + at) : "memory");
 #endif
 }
@@ -130,6 +131,7 @@ __device__ __forceinline__ void ask_ahead(const Ahead& ahead, u32 block, u32 blo
 #pragma unroll
   for (int range = 0; range < AHEAD; ++range) {
     const u32 bytes = ahead.bytes[range], pieces = (bytes + AHEAD_PIECE - 1) / AHEAD_PIECE;
+#pragma unroll 1
     for (; piece < pieces; piece += WARP * blocks) {
       const u32 from = piece * AHEAD_PIECE, left = bytes - from;
       prefetch_l2(ahead.at[range] + from, left < AHEAD_PIECE ? left : AHEAD_PIECE);
@@ -157,6 +159,15 @@ __device__ __forceinline__ void wait_for_producer() {
 }
 
 __device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The same before the wait, in a short kernel: the next grid's weights are then on their way while this one still waits
+// for its producer. Such a next grid may be two kernels ahead of what has finished: before its wait it touches weights,
+// and of what is settled only what more than two kernels separate from its writer.
+__device__ __forceinline__ void let_next_start_early() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -216,6 +227,17 @@ __device__ __forceinline__ float4 load_settled(const float4* from) {
   return v;
 }
 
+__device__ __forceinline__ float4 load_settled4(const float* from) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ uint4 load_settled16(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+
 // ---- shared memory: copies in the background, matrix fragments --------------------------------------------------
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
@@ -229,6 +251,41 @@ __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_
 template <int pending>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// The same for weights that are read once; first_to_go: they leave L2 before everything else. Otherwise without a policy:
+// one of "evict_normal" is an illegal instruction on sm_90 (seen on an H200, assembler of CUDA 13.0).
+__device__ __forceinline__ void copy_weights(void* to, const void* from, bool first_to_go) {
+  if (first_to_go) {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+                 "l"(from), "l"(policy)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+  }
+}
+// 16 bytes, or zeros where `live` is false.
+__device__ __forceinline__ void copy16_or_zeros(void* to, const void* from, bool live) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(live ? 16 : 0)
+               : "memory");
+}
+// copies_wait for a number that the compiler does not know, the same in all lanes.
+__device__ __forceinline__ void copies_wait_upto(int pending) {
+  switch (pending) {
+    case 0: copies_wait<0>(); break;
+    case 1: copies_wait<1>(); break;
+    case 2: copies_wait<2>(); break;
+    case 3: copies_wait<3>(); break;
+    case 4: copies_wait<4>(); break;
+    case 5: copies_wait<5>(); break;
+    case 6: copies_wait<6>(); break;
+    case 7: copies_wait<7>(); break;
+    case 8: copies_wait<8>(); break;
+    default: copies_wait<9>();
+  }
 }
 
 // Four 8x8 bf16 matrices; lane 8i + r gives the address of row r of matrix i. Lane l receives of each the two
@@ -245,3 +302,43 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&v)[4], const void
                : "r"(shared_address(row))
                : "memory");
 }
+
+// ---- exchange: memory that several GPUs see ----------------------------------------------------------------------
+// A packet is 16 bytes: 8 of data, and beside each half of them the number of the exchange that they belong to. A half
+// is written and read whole, so a packet needs no flag after it and no fence: it is there when both numbers are right.
+
+__device__ __forceinline__ void post_packet(void* to, u64 data, u32 number) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(u32(data)), "r"(number),
+               "r"(u32(data >> 32)), "r"(number)
+               : "memory");
+}
+
+// Whether the packet of that number is there; then its data.
+__device__ __forceinline__ bool take_packet(const void* from, u64& data, u32 number) {
+  u32 low, first, high, second;
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(low), "=r"(first), "=r"(high), "=r"(second)
+               : "l"(from)
+               : "memory");
+  data = u64(high) << 32 | low;
+  return first == number && second == number;
+}
+
+// A word that others may change meanwhile, on the device or on the host.
+__device__ __forceinline__ u32 load_volatile(const u32* from) {
+  u32 v;
+  asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_volatile(u32* to, u32 value) {
+  asm volatile("st.volatile.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 clock_ns() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// Between two looks at what another GPU is to write.
+__device__ __forceinline__ void look_again() {}

@@ -1,268 +1,389 @@
-// Attention of up to 16 query rows a tile over many keys, split along the keys: partial sums, then a merge in order.
+// Latent attention of a window over the cache, split along the keys: partial results, then a merge in order.
 //
-// A tile's rows share one limit: they see the keys 0 .. limit-1. How keys are split is a function of the limit alone,
-// so a row's bits do not depend on which other tiles or rows run beside it. A block owns one split of up to TILES
-// tiles and brings each chunk of 64 keys to shared memory once for all of them.
+// The window's queries (row by row, head by head) lie in tiles of 16; a block has one split of the keys and up to TILES
+// tiles. How keys are split is a function of the query's own limit, and what a query's sums go through is the same in
+// every form, so its bits do not depend on which others run beside it.
 #pragma once
 #include "arch.cuh"
 
-constexpr int ATTEND_KEYS = 64;      // a chunk
-constexpr int ATTEND_SPLITS = 64;    // most splits of a tile
+constexpr int MLA_LATENT = 512, MLA_ROPE = 64;
+constexpr int MLA_ROW = MLA_LATENT + MLA_ROPE;  // a cache row, and a query after absorption
+
+constexpr int ATTEND_SPLITS = 66;    // most splits of a query's keys
+constexpr int ATTEND_STEP = 32;      // a split is a whole number of these
 constexpr int ATTEND_THREADS = 256;  // 8 warps
 constexpr int ATTEND_WARPS = ATTEND_THREADS / WARP;
+constexpr int ATTEND_PARTS = 3, ATTEND_PART = MLA_ROW / ATTEND_PARTS;  // of a row: fetched and multiplied one by one
+constexpr float LOG2_E = 1.4426950408889634f;
 
-// Keys in a split: chunks, doubled until the splits suffice.
+// Keys in a split of a query that sees `limit` of them.
 __device__ __forceinline__ int attend_split(int limit) {
-  int size = ATTEND_KEYS;
-  while (size * ATTEND_SPLITS < limit) size *= 2;
-  return size;
+  return (limit + ATTEND_STEP * ATTEND_SPLITS - 1) / (ATTEND_STEP * ATTEND_SPLITS) * ATTEND_STEP;
 }
 
-// Shared memory. Rows are 8 elements longer than their values: 16-byte rows of a matrix then fall into different banks.
-template <int KD, int VD, int TILES, int STAGES, bool SAME>
+// Shared memory for chunks of KEYS keys. Rows are 8 elements longer than their values: 16-byte rows of a matrix then
+// fall into different banks. Where TILES are many, the third part of the queries takes the place of the first, and the
+// weights that of the second.
+template <int KEYS, int TILES>
 struct AttendShared {
-  alignas(16) bf16 keys[STAGES][ATTEND_KEYS][KD + 8];
-  alignas(16) bf16 values[SAME ? 1 : STAGES][SAME ? 1 : ATTEND_KEYS][SAME ? 8 : VD + 8];
-  alignas(16) bf16 q[TILES][16][KD + 8];
-  alignas(16) float scores[16][ATTEND_KEYS + 4];
-  alignas(16) bf16 weights[16][ATTEND_KEYS + 8];
-  float top[TILES][16];
-  float sum[TILES][16];
-  float rescale[16];
+  static constexpr int BUFFERS = TILES > 3 ? 2 : 3;
+  alignas(16) bf16 keys[KEYS][MLA_ROW + 8];
+  alignas(16) bf16 q[BUFFERS][TILES * 16][ATTEND_PART + 8];
+  alignas(16) bf16 own_weights[BUFFERS == 2 ? 1 : TILES * 16][KEYS + 8];
+  float warp_top[ATTEND_WARPS][TILES * 16];
+  float warp_sum[ATTEND_WARPS][TILES * 16];
+  float top[TILES * 16];      // running maximum
+  float sum[TILES * 16];      // running sum of weights
+  float minus[TILES * 16];    // the maximum, 0 where no key was seen
+  float rescale[TILES * 16];  // of what was summed before this chunk
+  int live[TILES * 16];       // end of the keys that the query sees in this pass
+
+  __device__ bf16* weights(int row) {
+    if constexpr (BUFFERS == 2) return &q[1][0][0] + row * (KEYS + 8);
+    return own_weights[row];
+  }
 };
 
-template <int KD, int VD, int TILES, int STAGES, bool SAME, class View>
-__device__ __forceinline__ void attend_fetch(const View& view, int first, int stage,
-                                             AttendShared<KD, VD, TILES, STAGES, SAME>& s) {
-  for (int i = threadIdx.x; i < ATTEND_KEYS * (KD / 8); i += ATTEND_THREADS) {
-    const int r = i / (KD / 8), c = i % (KD / 8) * 8;
-    copy16(&s.keys[stage][r][c], view.key(min(first + r, view.capacity - 1)) + c);
+// What a block works on.
+struct Attend {
+  const bf16* queries;  // [rows * H, 576]
+  const bf16* cache;    // [capacity, 576]
+  int heads, rows, capacity;
+  int before;  // rows of the cache that stood before the window: row r of the window sees before + r + 1
+  int first;   // query of the first tile
+
+  __device__ int limit(int query) const { return query < rows * heads ? before + query / heads + 1 : 0; }
+};
+
+// One part of the rows of this warp's own keys, from key `first` on; groups of 16 keys that are all past `end` stay away.
+template <int KEYS, int TILES>
+__device__ __forceinline__ void attend_fetch_keys(const Attend& job, int part, int first, int end,
+                                                  AttendShared<KEYS, TILES>& s) {
+  constexpr int EACH = KEYS / ATTEND_WARPS, PIECES = ATTEND_PART / 8;
+  const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP * EACH;
+  if (first + own / 16 * 16 >= end) return;
+#pragma unroll 4
+  for (int n = 0; n < EACH * PIECES / WARP; n++) {
+    const int i = n * WARP + lane, r = own + i / PIECES, c = part * ATTEND_PART + i % PIECES * 8;
+    copy16(&s.keys[r][c], job.cache + i64(min(first + r, job.capacity - 1)) * MLA_ROW + c);
   }
-  if constexpr (!SAME) {
-    for (int i = threadIdx.x; i < ATTEND_KEYS * (VD / 8); i += ATTEND_THREADS) {
-      const int r = i / (VD / 8), c = i % (VD / 8) * 8;
-      copy16(&s.values[stage][r][c], view.value(min(first + r, view.capacity - 1)) + c);
+}
+
+// One part of the queries, by the whole block. What stands in rows past the last query is never looked at.
+template <int KEYS, int TILES>
+__device__ __forceinline__ void attend_fetch_queries(const Attend& job, int part, AttendShared<KEYS, TILES>& s) {
+  constexpr int PIECES = ATTEND_PART / 8;
+  const int live = min(TILES * 16, job.rows * job.heads - job.first);
+  for (int i = threadIdx.x; i < live * PIECES; i += ATTEND_THREADS) {
+    const int r = i / PIECES, c = i % PIECES * 8;
+    copy16(&s.q[part % AttendShared<KEYS, TILES>::BUFFERS][r][c], job.queries + i64(job.first + r) * MLA_ROW + part * ATTEND_PART + c);
+  }
+}
+
+// Add one part's products of all queries with this warp's keys to the scores: rows g, g + 8 of a tile, keys 2t, 2t + 1.
+template <int KEYS, int TILES>
+__device__ __forceinline__ void attend_scores(float (&c)[TILES][KEYS / 64][4], int part, AttendShared<KEYS, TILES>& s) {
+  constexpr int EACH = KEYS / ATTEND_WARPS, STEP = EACH == 16 ? 16 : 32;  // of k, for one load of key fragments
+  const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP * EACH, matrix = lane / 8, r = lane % 8;
+  const int key = EACH == 16 ? own + 8 * (matrix >> 1) + r : own + r;
+  const bf16* keys = &s.keys[key][part * ATTEND_PART + 8 * (EACH == 16 ? matrix & 1 : matrix)];
+  const bf16* q = &s.q[part % AttendShared<KEYS, TILES>::BUFFERS][8 * (matrix & 1) + r][8 * (matrix >> 1)];
+#pragma unroll 4
+  for (int k = 0; k < ATTEND_PART; k += STEP) {
+    u32 b[4];
+    load_matrices(b, keys + k);
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+      u32 a[4];
+      const bf16* from = q + 16 * m * (ATTEND_PART + 8) + k;
+      load_matrices(a, from);
+      mma_bf16(c[m][0], a[0], a[1], a[2], a[3], b[0], b[1]);
+      if constexpr (EACH == 16) {
+        mma_bf16(c[m][1], a[0], a[1], a[2], a[3], b[2], b[3]);
+      } else {
+        load_matrices(a, from + 16);
+        mma_bf16(c[m][0], a[0], a[1], a[2], a[3], b[2], b[3]);
+      }
     }
   }
 }
 
-// Scores of one tile against a chunk, 8 keys a warp, scaled and masked, into shared memory.
-template <int KD, int VD, int TILES, int STAGES, bool SAME>
-__device__ __forceinline__ void attend_scores(int tile, int stage, int first, int end, float scale,
-                                              AttendShared<KD, VD, TILES, STAGES, SAME>& s) {
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, matrix = lane / 8, r = lane % 8;
-  float even[4] = {}, odd[4] = {};
-#pragma unroll 6
-  for (int k = 0; k < KD; k += 32) {
-    u32 key[4], a[4], b[4];
-    load_matrices(key, &s.keys[stage][8 * warp + r][k + 8 * matrix]);
-    load_matrices(a, &s.q[tile][8 * (matrix & 1) + r][k + 8 * (matrix >> 1)]);
-    load_matrices(b, &s.q[tile][8 * (matrix & 1) + r][k + 16 + 8 * (matrix >> 1)]);
-    mma_bf16(even, a[0], a[1], a[2], a[3], key[0], key[1]);
-    mma_bf16(odd, b[0], b[1], b[2], b[3], key[2], key[3]);
-  }
-  const int g = lane / 4, column = 8 * warp + 2 * (lane % 4);
+// Scores to weights, and the running softmax. scale: of scores, times log2(e). The weights can be read after it.
+template <int KEYS, int TILES>
+__device__ __forceinline__ void attend_softmax(float (&c)[TILES][KEYS / 64][4], int first, float scale,
+                                               AttendShared<KEYS, TILES>& s) {
+  const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
+  const int own = first + warp * (KEYS / ATTEND_WARPS) + 2 * t;
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    float2 out;
-    out.x = first + column < end ? (even[2 * half] + odd[2 * half]) * scale : -infinity();
-    out.y = first + column + 1 < end ? (even[2 * half + 1] + odd[2 * half + 1]) * scale : -infinity();
-    *reinterpret_cast<float2*>(&s.scores[g + 8 * half][column]) = out;
+  for (int m = 0; m < TILES; m++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = 16 * m + g + 8 * half, live = s.live[row];
+      float top = -infinity();
+#pragma unroll
+      for (int n = 0; n < KEYS / 64; n++) {
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float& x = c[m][n][2 * half + e];
+          x = own + 8 * n + e < live ? x * scale : -infinity();
+          top = fmaxf(top, x);
+        }
+      }
+      top = fmaxf(top, __shfl_xor_sync(ALL, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(ALL, top, 2));
+      if (t == 0) s.warp_top[warp][row] = top;
+    }
+  }
+  __syncthreads();
+  if (tid < TILES * 16) {
+    const float before = s.top[tid];
+    float top = before;
+#pragma unroll
+    for (int w = 0; w < ATTEND_WARPS; w++) top = fmaxf(top, s.warp_top[w][tid]);
+    const float minus = top == -infinity() ? 0.0f : top;
+    s.top[tid] = top;
+    s.minus[tid] = minus;
+    s.rescale[tid] = exp2f(before - minus);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int m = 0; m < TILES; m++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = 16 * m + g + 8 * half;
+      const float minus = s.minus[row];
+      float sum = 0.0f;
+#pragma unroll
+      for (int n = 0; n < KEYS / 64; n++) {
+        const float low = exp2f(c[m][n][2 * half] - minus), high = exp2f(c[m][n][2 * half + 1] - minus);
+        sum += low + high;
+        *reinterpret_cast<u32*>(s.weights(row) + warp * (KEYS / ATTEND_WARPS) + 8 * n + 2 * t) = pack_bf16(low, high);
+      }
+      sum += __shfl_xor_sync(ALL, sum, 1);
+      sum += __shfl_xor_sync(ALL, sum, 2);
+      if (t == 0) s.warp_sum[warp][row] = sum;
+    }
+  }
+  __syncthreads();
+  if (tid < TILES * 16) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < ATTEND_WARPS; w++) sum += s.warp_sum[w][tid];
+    s.sum[tid] = fmaf(s.sum[tid], s.rescale[tid], sum);
   }
 }
 
-__device__ __forceinline__ float max16(float x) {
+// Add weights · values to this warp's 64 columns. keys: live ones of the chunk.
+template <int KEYS, int TILES>
+__device__ __forceinline__ void attend_mix(float (&acc)[TILES][8][4], int keys, bool again,
+                                           AttendShared<KEYS, TILES>& s) {
+  const int lane = threadIdx.x % WARP, column = threadIdx.x / WARP * 64, matrix = lane / 8, r = lane % 8;
+  if (again) {
 #pragma unroll
-  for (int step = 8; step > 0; step >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL, x, step));
-  return x;
-}
-
-__device__ __forceinline__ float sum16(float x) {
+    for (int m = 0; m < TILES; m++) {
+      const float low = s.rescale[16 * m + lane / 4], high = s.rescale[16 * m + lane / 4 + 8];
 #pragma unroll
-  for (int step = 8; step > 0; step >>= 1) x += __shfl_xor_sync(ALL, x, step);
-  return x;
-}
-
-// Running softmax: 16 threads a row, 4 keys each. Every chunk holds a visible key, so the maximum is finite.
-template <int KD, int VD, int TILES, int STAGES, bool SAME>
-__device__ __forceinline__ void attend_softmax(int tile, AttendShared<KD, VD, TILES, STAGES, SAME>& s) {
-  const int row = threadIdx.x / 16, part = threadIdx.x % 16;
-  const float4 score = *reinterpret_cast<const float4*>(&s.scores[row][4 * part]);
-  const float before = s.top[tile][row];
-  const float top = fmaxf(before, max16(fmaxf(fmaxf(score.x, score.y), fmaxf(score.z, score.w))));
-  const float p0 = expf(score.x - top), p1 = expf(score.y - top);
-  const float p2 = expf(score.z - top), p3 = expf(score.w - top);
-  const float sum = sum16((p0 + p1) + (p2 + p3));
-  *reinterpret_cast<uint2*>(&s.weights[row][4 * part]) = make_uint2(pack_bf16(p0, p1), pack_bf16(p2, p3));
-  __syncwarp();  // all 16 have read the old maximum
-  if (part == 0) {
-    const float rescale = expf(before - top);
-    s.rescale[row] = rescale;
-    s.sum[tile][row] = s.sum[tile][row] * rescale + sum;
-    s.top[tile][row] = top;
+      for (int n = 0; n < 8; n++) acc[m][n][0] *= low, acc[m][n][1] *= low, acc[m][n][2] *= high, acc[m][n][3] *= high;
+    }
   }
-}
-
-// Add weights · values to the sums of this warp's VD / 8 columns.
-template <int KD, int VD, int TILES, int STAGES, bool SAME>
-__device__ __forceinline__ void attend_mix(float (&acc)[VD / 64][4], int stage,
-                                           AttendShared<KD, VD, TILES, STAGES, SAME>& s) {
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, matrix = lane / 8, r = lane % 8;
-  const float low = s.rescale[lane / 4], high = s.rescale[lane / 4 + 8];
+#pragma unroll 1
+  for (int k = 0; k < keys; k += 16) {
+    u32 b[4][4];
 #pragma unroll
-  for (int n = 0; n < VD / 64; n++) {
-    acc[n][0] *= low, acc[n][1] *= low, acc[n][2] *= high, acc[n][3] *= high;
-  }
+    for (int n = 0; n < 4; n++) {
+      load_matrices_transposed(b[n], &s.keys[k + 8 * (matrix & 1) + r][column + 16 * n + 8 * (matrix >> 1)]);
+    }
 #pragma unroll
-  for (int k = 0; k < ATTEND_KEYS; k += 16) {
-    u32 a[4];
-    load_matrices(a, &s.weights[8 * (matrix & 1) + r][k + 8 * (matrix >> 1)]);
+    for (int m = 0; m < TILES; m++) {
+      u32 a[4];
+      load_matrices(a, s.weights(16 * m + 8 * (matrix & 1) + r) + k + 8 * (matrix >> 1));
 #pragma unroll
-    for (int n = 0; n < VD / 64; n += 2) {
-      const int key = k + 8 * (matrix & 1) + r, column = warp * (VD / 8) + 8 * n + 8 * (matrix >> 1);
-      u32 b[4];
-      const bf16* from = &s.keys[stage][key][column];
-      if constexpr (!SAME) from = &s.values[stage][key][column];
-      load_matrices_transposed(b, from);
-      mma_bf16(acc[n], a[0], a[1], a[2], a[3], b[0], b[1]);
-      mma_bf16(acc[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+      for (int n = 0; n < 4; n++) {
+        mma_bf16(acc[m][2 * n], a[0], a[1], a[2], a[3], b[n][0], b[n][1]);
+        mma_bf16(acc[m][2 * n + 1], a[0], a[1], a[2], a[3], b[n][2], b[n][3]);
+      }
     }
   }
 }
 
-// View: num_tiles; capacity: key rows that exist; limit(tile); settled(): keys below it were written long before the
-// producer ran; key(i), value(i): their rows; q(tile, row): KD values or null; scale.
-// sums [tile][ATTEND_SPLITS][16][VD] and stats [tile][ATTEND_SPLITS][16][2] (maximum, weight); tile counts from base.
-template <int KD, int VD, int TILES, int STAGES, bool SAME, class View>
-__device__ __forceinline__ void attend(const View& view, int split, int group, int base, float* sums, float* stats,
-                                       AttendShared<KD, VD, TILES, STAGES, SAME>& s) {
-  const int tid = threadIdx.x, warp = tid / WARP, lane = tid % WARP;
-  int begin[TILES], end[TILES], low = 1 << 30, high = 0;
-#pragma unroll
-  for (int t = 0; t < TILES; t++) {
-    const int tile = group * TILES + t;
-    const int limit = tile < view.num_tiles ? view.limit(tile) : 0;
-    begin[t] = split * attend_split(limit);
-    end[t] = min(begin[t] + attend_split(limit), limit);
-    if (begin[t] < end[t]) low = min(low, begin[t]), high = max(high, end[t]);
+// Lane t of four holds word t of each of four items; it gets all words of item t.
+__device__ __forceinline__ uint4 turn_words(const u32 (&v)[4]) {
+  const int t = threadIdx.x % 4;
+  auto of = [&](int i) { return i == 0 ? v[0] : i == 1 ? v[1] : i == 2 ? v[2] : v[3]; };
+  const u32 mine = of(t), one = __shfl_xor_sync(ALL, of(t ^ 1), 1), two = __shfl_xor_sync(ALL, of(t ^ 2), 2);
+  const u32 three = __shfl_xor_sync(ALL, of(t ^ 3), 3);
+  auto from = [&](int lane) { return lane == t ? mine : lane == (t ^ 1) ? one : lane == (t ^ 2) ? two : three; };
+  return make_uint4(from(0), from(1), from(2), from(3));
+}
+
+// Each query's mean over the split's keys, in bf16, and the maximum and sum of its weights. Queries that saw none are
+// left out.
+template <int TILES, class Shared>
+__device__ __forceinline__ void attend_store(float (&acc)[TILES][8][4], const Attend& job, int split, bf16* partial,
+                                             float* stats, Shared& s) {
+  const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
+  const i64 place = i64(split) * ROW_TILE * job.heads + job.first;
+  const int queries = job.rows * job.heads - job.first;
+  if (tid < min(TILES * 16, queries) && s.sum[tid] > 0.0f) {
+    *reinterpret_cast<float2*>(stats + 2 * (place + tid)) = make_float2(s.top[tid], s.sum[tid]);
   }
-  const int chunks = low < high ? (high - low + ATTEND_KEYS - 1) / ATTEND_KEYS : 0;
-  // chunks of keys that this step does not write may be fetched before the producer has finished
-  int early = 0;
-  while (early < STAGES && early < chunks && low + (early + 1) * ATTEND_KEYS <= view.settled()) {
-    attend_fetch(view, low + early * ATTEND_KEYS, early, s);
+#pragma unroll
+  for (int m = 0; m < TILES; m++) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int row = 16 * m + g + 8 * half;
+      const float sum = s.sum[row], by = 1.0f / sum;
+#pragma unroll
+      for (int n = 0; n < 8; n += 4) {
+        u32 v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = pack_bf16(acc[m][n + i][2 * half] * by, acc[m][n + i][2 * half + 1] * by);
+        const uint4 out = turn_words(v);
+        if (row < queries && sum > 0.0f) {
+          *reinterpret_cast<uint4*>(partial + (place + row) * MLA_LATENT + 64 * warp + 8 * (n + t)) = out;
+        }
+      }
+    }
+  }
+}
+
+// One block: split `split` of the tiles from query job.first on. partial [SPLITS, 16 H, 512] bf16, stats [SPLITS, 16 H,
+// 2]. scale: of scores, times log2(e). A window has splits of two sizes at most; each size has its own pass, which its
+// queries take part in and no others.
+template <int KEYS, int TILES>
+__device__ __forceinline__ void attend(const Attend& job, int split, float scale, bf16* partial, float* stats,
+                                       AttendShared<KEYS, TILES>& s) {
+  constexpr bool ALONE = TILES == 1;
+  constexpr int BUFFERS = AttendShared<KEYS, TILES>::BUFFERS;
+  const int tid = threadIdx.x;
+  const int last = min(job.first + TILES * 16, job.rows * job.heads) - 1, limit = job.limit(last);
+  const int low = attend_split(job.limit(job.first)), high = attend_split(limit);
+  auto fetch_keys = [&](int part, int first, int end) {
+    attend_fetch_keys(job, part, first, end, s);
     copies_commit();
-    early++;
+  };
+  auto fetch_queries = [&](int part) {
+    attend_fetch_queries(job, part, s);
+    copies_commit();
+  };
+
+  // keys that this step does not write are fetched before the producer has finished: all where other blocks are few
+  int early = 0;
+  const int opening = split * low, closing = min(limit, opening + low);
+  if (opening < closing && min(closing, opening + KEYS) <= job.before) {
+    for (; early < (ALONE ? ATTEND_PARTS : 1); early++) fetch_keys(early, opening, closing);
   }
   wait_for_producer();
   let_next_start();
-  if (chunks == 0) return;
-  for (int n = early; n < STAGES; n++) {
-    if (n < chunks) attend_fetch(view, low + n * ATTEND_KEYS, n, s);
-    copies_commit();
-  }
-  for (int i = tid; i < TILES * 16 * (KD / 8); i += ATTEND_THREADS) {
-    const int t = i / (16 * (KD / 8)), row = i / (KD / 8) % 16, c = i % (KD / 8) * 8, tile = group * TILES + t;
-    const bf16* from = tile < view.num_tiles ? view.q(tile, row) : nullptr;
-    *reinterpret_cast<uint4*>(&s.q[t][row][c]) = load16(from + c, from != nullptr);
-  }
-  for (int i = tid; i < TILES * 16; i += ATTEND_THREADS) {
-    s.top[i / 16][i % 16] = -infinity();
-    s.sum[i / 16][i % 16] = 0.0f;
-  }
-  float acc[TILES][VD / 64][4] = {};
-  for (int n = 0; n < chunks; n++) {
-    const int first = low + n * ATTEND_KEYS, stage = n % STAGES;
-    copies_wait<STAGES - 1>();
-    __syncthreads();
-#pragma unroll
-    for (int t = 0; t < TILES; t++) {
-      if (first < begin[t] || first >= end[t]) continue;  // bounds of splits are whole chunks
-      attend_scores(t, stage, first, end[t], view.scale, s);
+
+  if (tid < TILES * 16) s.top[tid] = -infinity(), s.sum[tid] = 0.0f;
+  float acc[TILES][8][4] = {};
+  bool again = false;
+#pragma unroll 1
+  for (int size = low; size <= high; size += max(high - low, 1)) {
+    const int end = min(limit, (split + 1) * size);
+    if (tid < TILES * 16) {
+      const int own = job.limit(job.first + tid);
+      s.live[tid] = attend_split(own) == size ? min(own, end) : 0;
+    }
+#pragma unroll 1
+    for (int first = split * size; first < end; first += KEYS) {
+      // groups of copies in this order: k0 k1 k2 q0 q1 q2, or k0 q0 k1 q1 k2 and q2, which may have to wait for a place
+      if (again) __syncthreads();  // the chunk before is done with
+      if constexpr (ALONE) {
+        for (int part = early; part < ATTEND_PARTS; part++) fetch_keys(part, first, end);
+        for (int part = 0; part < ATTEND_PARTS; part++) fetch_queries(part);
+      } else {
+        for (int part = 0; part < ATTEND_PARTS; part++) {
+          if (part >= early) fetch_keys(part, first, end);
+          if (part < BUFFERS) fetch_queries(part);
+        }
+      }
+      early = 0;
+      float c[TILES][KEYS / 64][4] = {};
+      copies_wait<ALONE ? 2 : BUFFERS == 2 ? 3 : 4>();
       __syncthreads();
-      attend_softmax(t, s);
+      attend_scores(c, 0, s);
+      if constexpr (BUFFERS == 2) {
+        __syncthreads();
+        fetch_queries(2);
+      }
+      copies_wait<ALONE ? 1 : 2>();
       __syncthreads();
-      attend_mix(acc[t], stage, s);
-    }
-    __syncthreads();  // before this stage is filled again
-    if (n + STAGES < chunks) attend_fetch(view, first + STAGES * ATTEND_KEYS, stage, s);
-    copies_commit();
-  }
-#pragma unroll
-  for (int t = 0; t < TILES; t++) {
-    if (begin[t] >= end[t]) continue;
-    const i64 place = i64(base + group * TILES + t) * ATTEND_SPLITS + split;
-    if (tid < 16) {
-      stats[(place * 16 + tid) * 2] = s.top[t][tid];
-      stats[(place * 16 + tid) * 2 + 1] = s.sum[t][tid];
-    }
-#pragma unroll
-    for (int n = 0; n < VD / 64; n++) {
-      float* to = sums + (place * 16 + lane / 4) * VD + warp * (VD / 8) + 8 * n + 2 * (lane % 4);
-      *reinterpret_cast<float2*>(to) = make_float2(acc[t][n][0], acc[t][n][1]);
-      *reinterpret_cast<float2*>(to + 8 * VD) = make_float2(acc[t][n][2], acc[t][n][3]);
+      attend_scores(c, 1, s);
+      copies_wait<0>();
+      __syncthreads();
+      attend_scores(c, 2, s);
+      attend_softmax(c, first, scale, s);
+      attend_mix(acc, min(KEYS, end - first), again, s);
+      again = true;
     }
   }
+  if (!again) return;
+  __syncthreads();
+  attend_store(acc, job, split, partial, stats, s);
 }
 
-// The merge takes a tile row's splits in MERGE_GROUPS runs of their own threads, each in order, then the runs in order:
-// which split belongs to which run is fixed, and all loads of a run are on their way at once.
-constexpr int MERGE_GROUPS = 4, MERGE_RUN = ATTEND_SPLITS / MERGE_GROUPS;
+// The merge takes a query's splits in MERGE_RUNS runs of their own threads, each in order, then the runs in order: which
+// split belongs to which run is fixed, and all loads are on their way at once.
+constexpr int MERGE_RUNS = 8, MERGE_RUN = (ATTEND_SPLITS + MERGE_RUNS - 1) / MERGE_RUNS;
+constexpr int MERGE_THREADS = MERGE_RUNS * MLA_LATENT / 8;
+constexpr int MERGE_LANES = (ATTEND_SPLITS + WARP - 1) / WARP;  // splits that a lane weighs
 
-template <int VD>
 struct MergeShared {
-  float top[ATTEND_SPLITS];
-  float sum[ATTEND_SPLITS];
-  float weight[ATTEND_SPLITS];
-  alignas(16) float parts[MERGE_GROUPS][VD];
+  alignas(16) float parts[MERGE_RUNS][MLA_LATENT + 4];
 };
 
-// Merge one tile row's splits into VD values, by MERGE_GROUPS * VD / 4 threads.
-template <int VD>
-__device__ __forceinline__ void attend_merge(const float* sums, const float* stats, int tile, int row, int limit,
-                                             bf16* out, MergeShared<VD>& s) {
-  const int tid = threadIdx.x, group = tid / (VD / 4), column = tid % (VD / 4) * 4;
-  const int num = (limit + attend_split(limit) - 1) / attend_split(limit);
-  const i64 first = i64(tile) * ATTEND_SPLITS * 16 + row;
-  float4 part[MERGE_RUN];
+// Merge one query's splits into 512 values. limit: the keys that it sees; all: queries that a split has room for.
+__device__ __forceinline__ void attend_merge(const bf16* partial, const float* stats, int query, int all, int limit,
+                                             bf16* out, MergeShared& s) {
+  const int tid = threadIdx.x, lane = tid % WARP, run = tid / (MLA_LATENT / 8), column = tid % (MLA_LATENT / 8) * 8;
+  const int size = attend_split(limit), num = (limit + size - 1) / size;
+  float2 found[MERGE_LANES];
+#pragma unroll
+  for (int i = 0; i < MERGE_LANES; i++) {
+    const int n = i * WARP + lane;
+    found[i] = make_float2(-infinity(), 0.0f);
+    if (n < num) found[i] = *reinterpret_cast<const float2*>(stats + 2 * (i64(n) * all + query));
+  }
+  uint4 part[MERGE_RUN];
 #pragma unroll
   for (int i = 0; i < MERGE_RUN; i++) {
-    const int n = group * MERGE_RUN + i;
-    part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (n < num) part[i] = *reinterpret_cast<const float4*>(sums + (first + n * 16) * VD + column);
+    const int n = run * MERGE_RUN + i;
+    part[i] = load16(partial + (i64(n) * all + query) * MLA_LATENT + column, n < num);
   }
-  if (tid < ATTEND_SPLITS) {
-    float2 found = make_float2(-infinity(), 0.0f);
-    if (tid < num) found = *reinterpret_cast<const float2*>(stats + (first + tid * 16) * 2);
-    s.top[tid] = found.x;
-    s.sum[tid] = found.y;
+  float top = found[0].x;
+#pragma unroll
+  for (int i = 1; i < MERGE_LANES; i++) top = fmaxf(top, found[i].x);
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+  float weight[MERGE_LANES], total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < MERGE_LANES; i++) {
+    weight[i] = found[i].y * exp2f(found[i].x - top);
+    total += weight[i];
   }
-  __syncthreads();
-  if (tid < ATTEND_SPLITS) {
-    float top = -infinity();
-    for (int n = 0; n < num; n++) top = fmaxf(top, s.top[n]);
-    s.weight[tid] = expf(s.top[tid] - top);
-  }
-  __syncthreads();
-  float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  total = warp_sum(total);
+  float acc[8] = {};
 #pragma unroll
   for (int i = 0; i < MERGE_RUN; i++) {
-    const float weight = s.weight[group * MERGE_RUN + i];
-    acc.x = fmaf(weight, part[i].x, acc.x);
-    acc.y = fmaf(weight, part[i].y, acc.y);
-    acc.z = fmaf(weight, part[i].z, acc.z);
-    acc.w = fmaf(weight, part[i].w, acc.w);
-  }
-  *reinterpret_cast<float4*>(&s.parts[group][column]) = acc;
-  __syncthreads();
-  if (group > 0) return;
-  float total = 0.0f;
-  for (int n = 0; n < num; n++) total = fmaf(s.weight[n], s.sum[n], total);
+    const int n = run * MERGE_RUN + i, place = n / WARP;
+    const float by = __shfl_sync(ALL, place == 0 ? weight[0] : place == 1 ? weight[1] : weight[MERGE_LANES - 1], n % WARP);
+    const u32 words[4] = {part[i].x, part[i].y, part[i].z, part[i].w};
 #pragma unroll
-  for (int g = 1; g < MERGE_GROUPS; g++) {
-    const float4 more = *reinterpret_cast<const float4*>(&s.parts[g][column]);
-    acc.x += more.x, acc.y += more.y, acc.z += more.z, acc.w += more.w;
+    for (int e = 0; e < 4; e++) {
+      acc[2 * e] = fmaf(by, low_float(words[e]), acc[2 * e]);
+      acc[2 * e + 1] = fmaf(by, high_float(words[e]), acc[2 * e + 1]);
+    }
   }
-  *reinterpret_cast<uint2*>(out + column) =
-      make_uint2(pack_bf16(acc.x / total, acc.y / total), pack_bf16(acc.z / total, acc.w / total));
+#pragma unroll
+  for (int e = 0; e < 8; e += 4) {
+    *reinterpret_cast<float4*>(&s.parts[run][column + e]) = make_float4(acc[e], acc[e + 1], acc[e + 2], acc[e + 3]);
+  }
+  __syncthreads();
+  if (tid >= MLA_LATENT / 2) return;
+  float low = 0.0f, high = 0.0f;
+#pragma unroll
+  for (int r = 0; r < MERGE_RUNS; r++) low += s.parts[r][2 * tid], high += s.parts[r][2 * tid + 1];
+  *reinterpret_cast<u32*>(out + 2 * tid) = pack_bf16(low / total, high / total);
 }

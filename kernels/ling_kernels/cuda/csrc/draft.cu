@@ -1,72 +1,66 @@
 // DSpark launches.
-#include "attend.cuh"
 #include "draft.cuh"
+#include "draft_attend.cuh"
 
-// grid: (query heads + 2 kv heads, rows); one warp each. proj: rows of `stride`, heads q‖k‖v (no q for context rows).
-// Row r stands at positions[r], or at *length + r where positions is null. q_out [rows, Hq, 128]; keys, values [C, Hkv,
-// 128].
+// grid: n. x [n, width]: embeddings of the anchor and, after it, of the mask; positions [n]: length, length + 1 ..
+extern "C" __global__ void draft_embed(const i64* anchor, const i64* length, const bf16* table, i64 mask, int width,
+                                       bf16* x, i64* positions) {
+  wait_for_producer();
+  let_next_start();
+  const int row = blockIdx.x;
+  const bf16* from = table + (row == 0 ? *anchor : mask) * width;
+  for (int i = threadIdx.x; i < width / 8; i += blockDim.x) {
+    *reinterpret_cast<uint4*>(x + i64(row) * width + 8 * i) = load16(from + 8 * i);
+  }
+  if (threadIdx.x == 0) positions[row] = *length + row;
+}
+
+// grid: (2 kv heads, rows, layers); one warp each. Keys, normed and turned, and values of context rows into the caches.
+// proj: `layer_rows` rows a layer, heads k‖v; norms [layers, 128]; row r stands at positions[r]; cache [layers, 2,
+// capacity, kv heads, 128].
 extern "C" __global__ void __launch_bounds__(WARP)
-    draft_heads(const bf16* proj, int stride, const bf16* q_norm, const bf16* k_norm, const float* rope, int rope_dim,
-                int neox, const i64* positions, const i64* length, bf16* q_out, bf16* keys, bf16* values,
-                int query_heads, int kv_heads, float eps) {
-  __shared__ float own[DRAFT_HEAD];
+    draft_heads(const bf16* proj, int layer_rows, const bf16* norms, const float* rope, int rope_dim, int neox,
+                const i64* positions, bf16* cache, int capacity, int kv_heads, float eps) {
+  const int head = blockIdx.x, row = blockIdx.y, layer = blockIdx.z, lane = threadIdx.x % WARP;
+  const bool key = head < kv_heads;
   wait_for_producer();
   let_next_start();
-  const int head = blockIdx.x, row = blockIdx.y;
-  const i64 position = positions != nullptr ? positions[row] : *length + row;
-  const bf16* from = proj + i64(row) * stride + head * DRAFT_HEAD;
-  const float* table = rope + position * rope_dim;
-  const int kv = (head - query_heads) % kv_heads;
-  if (head < query_heads) {
-    draft_head(from, q_norm, table, rope_dim, neox, eps, q_out + (i64(row) * query_heads + head) * DRAFT_HEAD, own);
-  } else if (head < query_heads + kv_heads) {
-    draft_head(from, k_norm, table, rope_dim, neox, eps, keys + (position * kv_heads + kv) * DRAFT_HEAD, own);
-  } else {
-    draft_head(from, nullptr, table, rope_dim, neox, eps, values + (position * kv_heads + kv) * DRAFT_HEAD, own);
+  const i64 position = positions[row];
+  const bf16* from = proj + ((i64(layer) * layer_rows + row) * 2 * kv_heads + head) * DRAFT_HEAD;
+  uint2 out = *reinterpret_cast<const uint2*>(from + 4 * lane);
+  if (key) {
+    float x[4];
+    draft_unpack(x, out);
+    draft_turn(x, norms + layer * DRAFT_HEAD, rope + position * rope_dim, rope_dim, neox, eps);
+    out = draft_pack(x);
   }
+  const i64 place = ((i64(layer) * 2 + !key) * capacity + position) * kv_heads + head % kv_heads;
+  *reinterpret_cast<uint2*>(cache + place * DRAFT_HEAD + 4 * lane) = out;
 }
 
-// Tiles: one query head each, its rows those of the block; all see the context and the whole block.
-struct DraftView {
-  const bf16* queries;  // [n, Hq, 128]
-  const bf16* keys;     // [C, Hkv, 128], at this kv head; values likewise
-  const bf16* values;
-  const i64* length;
-  int rows, query_heads, kv_heads, first_head, num_tiles, capacity;
-  float scale;
-
-  __device__ int limit(int) const { return int(load_settled(length)) + rows; }
-  __device__ int settled() const { return int(load_settled(length)); }
-  __device__ const bf16* key(int i) const { return keys + i64(i) * kv_heads * DRAFT_HEAD; }
-  __device__ const bf16* value(int i) const { return values + i64(i) * kv_heads * DRAFT_HEAD; }
-  __device__ const bf16* q(int tile, int row) const {
-    return row < rows ? queries + (i64(row) * query_heads + first_head + tile) * DRAFT_HEAD : nullptr;
-  }
-};
-
-constexpr int DRAFT_TILES = 4, DRAFT_STAGES = 2;
-
-// grid: (ATTEND_SPLITS, query heads of a kv head / DRAFT_TILES rounded up, kv heads)
-extern "C" __global__ void __launch_bounds__(ATTEND_THREADS)
-    draft_attend(float* sums, float* stats, const bf16* q, const bf16* keys, const bf16* values, const i64* length,
-                 int query_heads, int kv_heads, int rows, int capacity, float scale) {
+// grid: (tiles of a key head * kv heads, splits)
+extern "C" __global__ void __launch_bounds__(DRAFT_THREADS)
+    draft_attend(float* sums, float* stats, const bf16* proj, const bf16* keys, const bf16* values, const i64* length,
+                 const bf16* q_norm, const bf16* k_norm, const float* rope, int rope_dim, int neox, int query_heads,
+                 int kv_heads, int rows, int capacity, float eps, float scale, Ahead ahead) {
   DYNAMIC_SHARED(memory);
-  using Shared = AttendShared<DRAFT_HEAD, DRAFT_HEAD, DRAFT_TILES, DRAFT_STAGES, false>;
-  const int kv = blockIdx.z, each = query_heads / kv_heads;
-  const DraftView view{q,    keys + kv * DRAFT_HEAD, values + kv * DRAFT_HEAD, length, rows, query_heads, kv_heads,
-                       kv * each, each, capacity, scale};
-  attend(view, blockIdx.x, blockIdx.y, kv * each, sums, stats, *reinterpret_cast<Shared*>(memory));
+  Draft job = {proj, q_norm, k_norm, rope, keys, values, rope_dim, query_heads, kv_heads, rows, capacity};
+  const int tiles = gridDim.x / kv_heads;
+  job.context = int(load_settled(length));
+  job.kv = blockIdx.x / tiles, job.tile = blockIdx.x % tiles;
+  job.neox = neox, job.eps = eps, job.scale = scale;
+  draft_mix(job, blockIdx.y, gridDim.y, sums, stats, ahead, *reinterpret_cast<DraftShared*>(memory));
 }
 
-// grid: (query heads, rows); 128 threads
-extern "C" __global__ void __launch_bounds__(MERGE_GROUPS* DRAFT_HEAD / 4)
-    draft_merge(bf16* out, const float* sums, const float* stats, const i64* length, int rows) {
-  __shared__ MergeShared<DRAFT_HEAD> shared;
+// grid: (query heads, rows)
+extern "C" __global__ void __launch_bounds__(DRAFT_MERGERS)
+    draft_merge(bf16* out, const float* sums, const float* stats, const i64* length, int splits) {
+  __shared__ DraftMergeShared shared;
+  const int head = blockIdx.x, heads = gridDim.x, row = blockIdx.y, rows = gridDim.y, context = int(load_settled(length));
   wait_for_producer();
   let_next_start();
-  const int head = blockIdx.x, row = blockIdx.y;
-  attend_merge<DRAFT_HEAD>(sums, stats, head, row, int(*length) + rows,
-                           out + (i64(row) * gridDim.x + head) * DRAFT_HEAD, shared);
+  draft_combine(sums, stats, head * rows + row, heads * rows, context, splits,
+              out + (i64(row) * heads + head) * DRAFT_HEAD, shared);
 }
 
 // grid: r / 8 rounded up; a warp makes one value of the head's input to W2. gates 1: weight [r, D + r] over
@@ -111,12 +105,12 @@ __device__ __forceinline__ void markov_pick(const bf16* w1, const bf16* w2, cons
                                             float* logits, u64* drawn_before, u64* drawn, const i64* anchor,
                                             const bf16* hidden, const bf16* sure, const bf16* sure_bias,
                                             const float* temperature, float* confidence, int blocks, int pick,
-                                            int vocab, int rank, int width, int with_markov) {
+                                            int vocab, int rank, int width, int with_markov, int back, int ahead) {
   __shared__ float input[MAX_RANK];
   __shared__ u64 warps[MARKOV_WARPS];
   __shared__ int place;
   if (int(blockIdx.x) < int(gridDim.x) - 1) {
-    const Markov job{w2, base, logits, drawn, vocab, rank};
+    const Markov job{w2, base, logits, drawn, vocab, rank, back != 0, ahead};
     markov_logits<LANES, CHUNKS>(job, blockIdx.x, gridDim.x - 1, input, warps, [&] {
       wait_for_producer();
       let_next_start();
@@ -147,9 +141,9 @@ __device__ __forceinline__ void markov_pick(const bf16* w1, const bf16* w2, cons
       const bf16* w1, const bf16* w2, const float* bias, const float* base, float* logits, u64* drawn_before,        \
       u64* drawn, const i64* anchor, const bf16* hidden, const bf16* sure, const bf16* sure_bias,                    \
       const float* temperature, float* confidence, int blocks, int pick, int vocab, int rank, int width,             \
-      int with_markov) {                                                                                             \
+      int with_markov, int back, int ahead) {                                                                        \
     markov_pick<lanes, chunks>(w1, w2, bias, base, logits, drawn_before, drawn, anchor, hidden, sure, sure_bias,     \
-                               temperature, confidence, blocks, pick, vocab, rank, width, with_markov);              \
+                               temperature, confidence, blocks, pick, vocab, rank, width, with_markov, back, ahead); \
   }
 
 MARKOV_PICK(8, 1)   // rank up to 64

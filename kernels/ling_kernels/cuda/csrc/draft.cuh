@@ -1,39 +1,8 @@
-// DSpark draft (dspark.md sections 3 to 6): heads' norm and rope, attention of a block over the context, Markov picks.
+// Markov picks of a DSpark draft (dspark.md sections 5 and 6).
 #pragma once
 #include "sample.cuh"
 
-constexpr int DRAFT_HEAD = 128;
 constexpr int MARKOV_THREADS = 256, MARKOV_WARPS = MARKOV_THREADS / WARP, MARKOV_ROWS = 4, MAX_RANK = 1024;
-
-// One head of one row by one warp, four values a lane: copied if norm is null, else normed and turned. Values past
-// rope_dim stay. own: 128 floats of shared memory. to: bf16, 8-byte aligned.
-__device__ __forceinline__ void draft_head(const bf16* from, const bf16* norm, const float* table, int rope_dim,
-                                           bool neox, float eps, bf16* to, float* own) {
-  const int lane = threadIdx.x % WARP, first = 4 * lane;
-  float x[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) x[i] = to_float(from[first + i]);
-  if (norm != nullptr) {
-    const float sum = warp_sum((x[0] * x[0] + x[1] * x[1]) + (x[2] * x[2] + x[3] * x[3]));
-    const float scale = rsqrtf(sum / DRAFT_HEAD + eps);
-#pragma unroll
-    for (int i = 0; i < 4; i++) own[first + i] = x[i] * scale * to_float(norm[first + i]);
-    __syncwarp();
-    const int half = rope_dim / 2;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int c = first + i;
-      x[i] = own[c];
-      if (c >= rope_dim) continue;
-      const int pair = neox ? c % half : c / 2;
-      const bool second = neox ? c >= half : c % 2 == 1;
-      const float other = own[neox ? (second ? c - half : c + half) : (second ? c - 1 : c + 1)];
-      const float sine = table[half + pair];
-      x[i] = x[i] * table[pair] + (second ? other : -other) * sine;
-    }
-  }
-  *reinterpret_cast<uint2*>(to + first) = make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));
-}
 
 // Which token stands before pick `pick`: the anchor, or what the candidates of the pick before say. A whole block
 // calls it; place: one word of shared memory.
@@ -97,6 +66,8 @@ struct Markov {
   float* logits;       // [V], or null where only the best is wanted
   u64* drawn;          // [blocks]: this pick's candidates, or null
   int vocab, rank;
+  bool back;  // walk from the end: what the pick before read last is still in L2
+  int ahead;  // steps that are asked for before the token before is known
 };
 
 // Bias and logits of this block's share of the vocabulary. known: fills `rank` floats of shared memory and ends with a
@@ -106,10 +77,16 @@ __device__ __forceinline__ void markov_logits(const Markov& job, int block, int 
                                               Known known) {
   using Rows = MarkovRows<LANES, CHUNKS>;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const int step = blocks * MARKOV_WARPS * Rows::AT_ONCE;
-  int first = (block * MARKOV_WARPS + warp) * Rows::AT_ONCE;
+  const int stride = blocks * MARKOV_WARPS * Rows::AT_ONCE, least = (block * MARKOV_WARPS + warp) * Rows::AT_ONCE;
+  int left = least < job.vocab ? (job.vocab - least + stride - 1) / stride : 0;  // steps
+  int first = job.back ? least + max(left - 1, 0) * stride : least;
+  const int step = job.back ? -stride : stride;
   Rows rows;
-  rows.load(job.w2, first, job.vocab, job.rank);
+  rows.load(job.w2, first, left > 0 ? job.vocab : 0, job.rank);
+  if (lane > 0 && lane <= job.ahead && lane < left) {
+    const int from = first + lane * step, count = min(Rows::AT_ONCE, job.vocab - from);
+    prefetch_l2(job.w2 + i64(from) * job.rank, u32(count * job.rank) * sizeof(bf16));
+  }
   for (int i = threadIdx.x; i < LANES * CHUNKS * 8; i += MARKOV_THREADS) input[i] = 0.0f;
   known();
   float x[CHUNKS][8];
@@ -119,9 +96,14 @@ __device__ __forceinline__ void markov_logits(const Markov& job, int block, int 
     for (int e = 0; e < 8; e++) x[c][e] = input[(c * LANES + lane % LANES) * 8 + e];
   }
   u64 best = 0;
-  for (; first < job.vocab; first += step) {  // uniform in a warp: rows past the end are loaded as zeros
+  for (; left > 0; left--, first += step) {  // uniform in a warp: rows past the end are loaded as zeros
     Rows next;
-    next.load(job.w2, first + step, job.vocab, job.rank);
+    next.load(job.w2, left > 1 ? first + step : first, left > 1 ? job.vocab : 0, job.rank);
+    float base[MARKOV_ROWS];
+#pragma unroll
+    for (int i = 0; i < MARKOV_ROWS; i++) {
+      base[i] = job.base[min(first + lane / LANES + WARP / LANES * i, job.vocab - 1)];
+    }
 #pragma unroll
     for (int i = 0; i < MARKOV_ROWS; i++) {
       float sum = 0.0f;
@@ -131,7 +113,7 @@ __device__ __forceinline__ void markov_logits(const Markov& job, int block, int 
       for (int half = LANES / 2; half > 0; half /= 2) sum += __shfl_xor_sync(ALL, sum, half);
       const int row = first + lane / LANES + WARP / LANES * i;
       if (lane % LANES == 0 && row < job.vocab) {
-        sum += job.base[row];
+        sum += base[i];
         if (job.logits != nullptr) job.logits[row] = sum;
         const u64 c = candidate(sum, row);
         best = c > best ? c : best;

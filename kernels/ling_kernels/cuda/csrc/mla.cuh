@@ -1,80 +1,184 @@
 // MLA in its absorbed form (ling3-model.md 4.2): projections to latent queries and cache rows, and latent sums to
 // gated heads. Sizes: latent 512, rope 64, nope and value 128.
 #pragma once
-#include "arch.cuh"
+#include "attend.cuh"
 
-constexpr int MLA_LATENT = 512, MLA_ROPE = 64, MLA_NOPE = 128, MLA_VALUE = 128;
-constexpr int MLA_ROW = MLA_LATENT + MLA_ROPE;   // a cache row, and a query after absorption
-constexpr int MLA_QUERY = MLA_NOPE + MLA_ROPE;   // a head's query before it
-constexpr int MLA_SLICE = 64;                    // latent columns that a block absorbs
+constexpr int MLA_NOPE = 128, MLA_VALUE = 128;
+constexpr int MLA_QUERY = MLA_NOPE + MLA_ROPE;  // a head's query before absorption
+constexpr int MLA_SLICE = 128;                  // latent columns that a block absorbs
 constexpr int MLA_SLICES = MLA_LATENT / MLA_SLICE;
+constexpr int QUERY_THREADS = 384, QUERY_WARPS = QUERY_THREADS / WARP;  // a warp has 16 of a head's 192 values
+constexpr int QUERY_RANK = 256;                                         // of a low-rank query, multiplied at a time
+constexpr int QUERY_CHUNKS = QUERY_RANK / 32;
 constexpr int MLA_THREADS = 256, MLA_WARPS = 8;
 
-struct MlaAbsorbShared {
-  float q[ROW_TILE][MLA_NOPE];
-  float parts[MLA_WARPS][ROW_TILE][MLA_SLICE];
+struct MlaQueryShared {
+  alignas(16) bf16 up[MLA_NOPE][MLA_SLICE + 8];
+  alignas(16) bf16 low[ROW_TILE][QUERY_RANK + 8];
+  alignas(16) bf16 q[ROW_TILE][MLA_QUERY + 8];
+  float scale[ROW_TILE];
 };
 
-// One pair of rope: values at 2i, 2i+1 turned by the angle of a position; table rows are cos‖sin.
-__device__ __forceinline__ u32 rope_pair(float a, float b, const float* table, int i) {
-  const float cosine = table[i], sine = table[MLA_ROPE / 2 + i];
+// Where a window's queries come from: rows of `stride` that hold all heads' 192 values, or, with q_b, `rank` values that
+// are normed by q_norm and multiplied by q_b [H * 192, rank].
+struct MlaSource {
+  const bf16* rows;
+  int stride;
+  const bf16* q_norm;
+  const bf16* q_b;
+  int rank;
+  float eps;
+};
+
+// One pair of rope: values at 2i, 2i+1 turned by an angle.
+__device__ __forceinline__ u32 rope_pair(float a, float b, float cosine, float sine) {
   return pack_bf16(a * cosine - b * sine, b * cosine + a * sine);
 }
 
-// Latent columns slice*64 .. of one head's absorbed queries, for all rows; slice 0 also turns the rope part.
-// query: rows of `stride`, this head's 192 values at head * 192. w_uk: this head's [128, 512]. q [16, H, 576].
-__device__ __forceinline__ void mla_absorb(const bf16* query, int stride, const bf16* w_uk, const float* rope,
-                                           const i64* positions, bf16* q, int heads, int head, int slice, int rows,
-                                           MlaAbsorbShared& s) {
-  const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP;
-  constexpr int SHARE = MLA_NOPE / MLA_WARPS;  // rows of w_uk for each warp; a lane has two columns
-  u32 weights[SHARE];
+// 16 values of a head against QUERY_RANK columns of the low-rank query from `column` on; 8 bytes of zeros past the rank.
+struct MlaQueryRows {
+  uint4 low[QUERY_CHUNKS], high[QUERY_CHUNKS];
+
+  __device__ void load(const bf16* q_b, int first, int rank, int column) {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int i = 0; i < SHARE; i++) {
-    const bf16* from = w_uk + i64(warp * SHARE + i) * MLA_LATENT + slice * MLA_SLICE + 2 * lane;
-    weights[i] = *reinterpret_cast<const u32*>(from);
-  }
-  wait_for_producer();
-  let_next_start();
-  for (int i = tid; i < rows * MLA_NOPE; i += MLA_THREADS) {
-    const int r = i / MLA_NOPE, c = i % MLA_NOPE;
-    s.q[r][c] = to_float(query[i64(r) * stride + head * MLA_QUERY + c]);
-  }
-  __syncthreads();
-  for (int r = 0; r < rows; r++) {
-    float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-    for (int i = 0; i < SHARE; i++) {
-      const float x = s.q[r][warp * SHARE + i];
-      sum.x = fmaf(x, low_float(weights[i]), sum.x);
-      sum.y = fmaf(x, high_float(weights[i]), sum.y);
+    for (int c = 0; c < QUERY_CHUNKS; c++) {
+      const int k = column + 32 * c + 8 * t;
+      const bf16* from = q_b + i64(first + g) * rank + k;
+      low[c] = load_weights(from, k < rank);
+      high[c] = load_weights(from + i64(8) * rank, k < rank);
     }
-    *reinterpret_cast<float2*>(&s.parts[warp][r][2 * lane]) = sum;
   }
-  __syncthreads();
-  for (int i = tid; i < rows * (MLA_SLICE / 2); i += MLA_THREADS) {
-    const int r = i / (MLA_SLICE / 2), c = i % (MLA_SLICE / 2) * 2;
-    float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-    for (int w = 0; w < MLA_WARPS; w++) sum.x += s.parts[w][r][c], sum.y += s.parts[w][r][c + 1];
-    bf16* to = q + (i64(r) * heads + head) * MLA_ROW + slice * MLA_SLICE + c;
-    *reinterpret_cast<u32*>(to) = pack_bf16(sum.x, sum.y);
-  }
-  if (slice > 0) return;
-  for (int i = tid; i < rows * (MLA_ROPE / 2); i += MLA_THREADS) {
-    const int r = i / (MLA_ROPE / 2), pair = i % (MLA_ROPE / 2);
-    const bf16* from = query + i64(r) * stride + head * MLA_QUERY + MLA_NOPE + 2 * pair;
-    bf16* to = q + (i64(r) * heads + head) * MLA_ROW + MLA_LATENT + 2 * pair;
-    *reinterpret_cast<u32*>(to) =
-        rope_pair(to_float(from[0]), to_float(from[1]), rope + positions[r] * MLA_ROPE, pair);
+};
+
+// 1 / root mean square of each row of the low-rank query; rows by warps. A block barrier must follow.
+__device__ __forceinline__ void mla_low_scales(const MlaSource& source, int rows, MlaQueryShared& s) {
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  for (int r = warp; r < rows; r += QUERY_WARPS) {
+    float sum = 0.0f;
+#pragma unroll 8
+    for (int i = lane; i < source.rank; i += WARP) {
+      const float x = to_float(source.rows[i64(r) * source.stride + i]);
+      sum = fmaf(x, x, sum);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) s.scale[r] = rsqrtf(sum / source.rank + source.eps);
   }
 }
 
-// One row's cache entry: normed latent, then the turned key. latent: 512 values, then the key's 64. Two values a thread.
+// A head's queries from the low-rank ones: s.q of all live rows. weights: of the first QUERY_RANK columns, on their way.
+__device__ __forceinline__ void mla_low_rank(MlaQueryRows& weights, const MlaSource& source, int head, int rows,
+                                             MlaQueryShared& s) {
+  const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
+  const int first = head * MLA_QUERY + 16 * warp;
+  mla_low_scales(source, rows, s);
+  float acc[2][2][4] = {};  // [tokens][every other product]
+  for (int column = 0; column < source.rank; column += QUERY_RANK) {
+    if (column > 0) weights.load(source.q_b, first, source.rank, column);
+    __syncthreads();
+    for (int i = tid; i < rows * QUERY_RANK; i += QUERY_THREADS) {
+      const int r = i / QUERY_RANK, c = i % QUERY_RANK, at = column + c;
+      float x = 0.0f;
+      if (at < source.rank) x = to_float(source.rows[i64(r) * source.stride + at]) * s.scale[r] * to_float(source.q_norm[at]);
+      s.low[r][c] = to_bf16(x);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      if (8 * n >= rows) break;
+#pragma unroll
+      for (int c = 0; c < QUERY_CHUNKS; c++) {
+        const uint4 x = load16(&s.low[8 * n + g][32 * c + 8 * t]), low = weights.low[c], high = weights.high[c];
+        mma_bf16(acc[n][0], low.x, high.x, low.y, high.y, x.x, x.y);
+        mma_bf16(acc[n][1], low.z, high.z, low.w, high.w, x.z, x.w);
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) s.q[8 * n + 2 * t + i % 2][16 * warp + g + i / 2 * 8] = to_bf16(acc[n][0][i] + acc[n][1][i]);
+  }
+}
+
+// Latent columns slice * MLA_SLICE .. of one head's absorbed queries, for all rows; slice 0 also turns the rope part.
+// w_uk: this head's [128, 512]. q [16, H, 576]. position: of the first row, settled.
+__device__ __forceinline__ void mla_absorb(const MlaSource& source, const bf16* w_uk, const float* rope, i64 position,
+                                           bf16* q, int heads, int head, int slice, int rows, MlaQueryShared& s) {
+  constexpr int PIECES = MLA_SLICE / 8, TURNERS = QUERY_WARPS - MLA_WARPS, TURNS = ROW_TILE / TURNERS;
+  const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, matrix = lane / 8;
+  MlaQueryRows weights;
+  if (source.q_b != nullptr) weights.load(source.q_b, head * MLA_QUERY + 16 * warp, source.rank, 0);
+  for (int i = tid; i < MLA_NOPE * PIECES; i += QUERY_THREADS) {
+    const int r = i / PIECES, c = i % PIECES * 8;
+    copy16(&s.up[r][c], w_uk + i64(r) * MLA_LATENT + slice * MLA_SLICE + c);
+  }
+  copies_commit();
+  float cosine[TURNS], sine[TURNS];  // of this lane's pair, for the warps that turn the rope part
+  const int turner = slice == 0 ? warp - MLA_WARPS : -1;
+#pragma unroll
+  for (int i = 0; i < TURNS; i++) {
+    const int r = turner + TURNERS * i;
+    if (turner < 0 || r >= rows) continue;
+    cosine[i] = rope[(position + r) * MLA_ROPE + lane];
+    sine[i] = rope[(position + r) * MLA_ROPE + MLA_ROPE / 2 + lane];
+  }
+  wait_for_producer();
+  let_next_start();
+  if (source.q_b != nullptr) {
+    mla_low_rank(weights, source, head, rows, s);
+  } else {
+    for (int i = tid; i < rows * MLA_QUERY; i += QUERY_THREADS) {
+      const int r = i / MLA_QUERY, c = i % MLA_QUERY;
+      s.q[r][c] = source.rows[i64(r) * source.stride + head * MLA_QUERY + c];
+    }
+  }
+  copies_wait<0>();
+  __syncthreads();
+  if (warp < MLA_WARPS) {
+    const int column = MLA_SLICE / MLA_WARPS * warp;
+    float acc[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < MLA_NOPE; k += 16) {
+      u32 a[4], b[4];
+      load_matrices(a, &s.q[8 * (matrix & 1) + lane % 8][k + 8 * (matrix >> 1)]);
+      load_matrices_transposed(b, &s.up[k + 8 * (matrix & 1) + lane % 8][column + 8 * (matrix >> 1)]);
+      mma_bf16(acc[0], a[0], a[1], a[2], a[3], b[0], b[1]);
+      mma_bf16(acc[1], a[0], a[1], a[2], a[3], b[2], b[3]);
+    }
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int r = lane / 4 + 8 * half;
+        bf16* to = q + (i64(r) * heads + head) * MLA_ROW + slice * MLA_SLICE + column + 8 * n + 2 * (lane % 4);
+        if (r < rows) *reinterpret_cast<u32*>(to) = pack_bf16(acc[n][2 * half], acc[n][2 * half + 1]);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < TURNS; i++) {
+    const int r = turner + TURNERS * i;
+    if (turner < 0 || r >= rows) continue;
+    const u32 pair = *reinterpret_cast<const u32*>(&s.q[r][MLA_NOPE + 2 * lane]);
+    bf16* to = q + (i64(r) * heads + head) * MLA_ROW + MLA_LATENT + 2 * lane;
+    *reinterpret_cast<u32*>(to) = rope_pair(low_float(pair), high_float(pair), cosine[i], sine[i]);
+  }
+}
+
+// One row's cache entry: normed latent, then the turned key. latent: 512 values, then the key's 64. table: the row's
+// cos‖sin. Two values a thread, by the first MLA_THREADS of them.
 __device__ __forceinline__ void mla_cache_row(const bf16* latent, const bf16* norm, const float* table, bf16* to,
                                               float eps, float* sums) {
-  const int tid = threadIdx.x;
-  const float a = to_float(latent[2 * tid]), b = to_float(latent[2 * tid + 1]);
+  const int tid = threadIdx.x, at = 2 * tid;
+  const bool live = tid < MLA_THREADS, turns = tid < MLA_ROPE / 2;
+  const u32 scales = live ? *reinterpret_cast<const u32*>(norm + at) : 0;
+  const float cosine = turns ? table[tid] : 0.0f, sine = turns ? table[MLA_ROPE / 2 + tid] : 0.0f;
+  wait_for_producer();
+  let_next_start();
+  const float a = live ? to_float(latent[at]) : 0.0f, b = live ? to_float(latent[at + 1]) : 0.0f;
+  const float key = turns ? to_float(latent[MLA_LATENT + at]) : 0.0f;
+  const float next = turns ? to_float(latent[MLA_LATENT + at + 1]) : 0.0f;
   const float part = warp_sum(fmaf(a, a, b * b));
   if (tid % WARP == 0) sums[tid / WARP] = part;
   __syncthreads();
@@ -82,12 +186,8 @@ __device__ __forceinline__ void mla_cache_row(const bf16* latent, const bf16* no
 #pragma unroll
   for (int w = 0; w < MLA_WARPS; w++) total += sums[w];
   const float scale = rsqrtf(total / MLA_LATENT + eps);
-  *reinterpret_cast<u32*>(to + 2 * tid) =
-      pack_bf16(a * scale * to_float(norm[2 * tid]), b * scale * to_float(norm[2 * tid + 1]));
-  if (tid < MLA_ROPE / 2) {
-    const bf16* key = latent + MLA_LATENT + 2 * tid;
-    *reinterpret_cast<u32*>(to + MLA_LATENT + 2 * tid) = rope_pair(to_float(key[0]), to_float(key[1]), table, tid);
-  }
+  if (live) *reinterpret_cast<u32*>(to + at) = pack_bf16(a * scale * low_float(scales), b * scale * high_float(scales));
+  if (turns) *reinterpret_cast<u32*>(to + MLA_LATENT + at) = rope_pair(key, next, cosine, sine);
 }
 
 constexpr int MLA_OUT = 16;                              // values of a head for each block
@@ -111,27 +211,27 @@ __device__ __forceinline__ void mla_value(const bf16* w_uv, const bf16* latent, 
   }
   wait_for_producer();
   let_next_start();
+  const int row = tid / MLA_OUT, value = tid % MLA_OUT;
+  const float factor = row < rows ? sigmoid(to_float(gate[i64(row) * stride + head])) : 0.0f;
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     if (8 * n >= rows) break;
     float acc[4] = {};
-    const int row = 8 * n + g;
+    const int token = 8 * n + g;
 #pragma unroll
     for (int i = 0; i < MLA_CHUNKS; i++) {
-      const i64 at = (i64(row) * heads + head) * MLA_LATENT + (warp + MLA_WARPS * i) * 32 + 8 * t;
-      const uint4 x = load16(latent + at, row < rows);
+      const i64 at = (i64(token) * heads + head) * MLA_LATENT + (warp + MLA_WARPS * i) * 32 + 8 * t;
+      const uint4 x = load16(latent + at, token < rows);
       mma_bf16(acc, low[i].x, high[i].x, low[i].y, high[i].y, x.x, x.y);
       mma_bf16(acc, low[i].z, high[i].z, low[i].w, high[i].w, x.z, x.w);
     }
     *reinterpret_cast<float4*>(s.parts[warp][n][lane]) = make_float4(acc[0], acc[1], acc[2], acc[3]);
   }
   __syncthreads();
-  const int row = tid / MLA_OUT, value = tid % MLA_OUT;
   if (row >= rows) return;
   const int owner = value % 8 * 4 + row % 8 / 2, word = value / 8 * 2 + row % 2;
   float sum = 0.0f;
 #pragma unroll
   for (int w = 0; w < MLA_WARPS; w++) sum += s.parts[w][row / 8][owner][word];
-  sum *= sigmoid(to_float(gate[i64(row) * stride + head]));
-  out[(i64(row) * heads + head) * MLA_VALUE + first + value] = to_bf16(sum);
+  out[(i64(row) * heads + head) * MLA_VALUE + first + value] = to_bf16(sum * factor);
 }

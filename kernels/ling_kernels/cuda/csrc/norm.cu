@@ -1,43 +1,25 @@
 // Embedding, and residual add with RMSNorm.
-#include "arch.cuh"
-
-// Sum over the threads of a block of full warps, by warp and then in the order of the warps; all threads get it.
-__device__ __forceinline__ float block_sum(float x, float* warps) {
-  x = warp_sum(x);
-  if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = x;
-  __syncthreads();
-  float total = 0.0f;
-  for (int w = 0; w < blockDim.x / WARP; ++w) total += warps[w];
-  return total;
-}
-
-__device__ __forceinline__ void unpack(float (&to)[8], const uint4& from) {
-  const u32 words[4] = {from.x, from.y, from.z, from.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) to[2 * i] = low_float(words[i]), to[2 * i + 1] = high_float(words[i]);
-}
-
-__device__ __forceinline__ uint4 pack(const float (&from)[8]) {
-  return make_uint4(pack_bf16(from[0], from[1]), pack_bf16(from[2], from[3]), pack_bf16(from[4], from[5]),
-                    pack_bf16(from[6], from[7]));
-}
+#include "norm.cuh"
 
 // One row: x_out = x + partial, h = RMSNorm(x_out) · weight. A thread has 8 values, so width <= 8192 and the shape of
 // the block depends on the width alone. partial null: only the norm, x_out is not written.
 __device__ __forceinline__ void exchange_norm_row(
-    int row, const bf16* partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps) {
+    int row, const bf16* partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps,
+    bool early) {
   __shared__ float warps[WARP];
   const int at = threadIdx.x * 8;
   const bool inside = at < width;
   const uint4 w = load_weights(weight + at, inside);
+  if (early) let_next_start_early();
   wait_for_producer();
-  let_next_start();
+  if (!early) let_next_start();
   const i64 base = i64(row) * width + at;
+  const uint4 old = load16(x + base, inside), more = load16(partial + base, inside && partial != nullptr);
   float value[8], scale[8];
-  unpack(value, load16(x + base, inside));
+  unpack(value, old);
   if (partial != nullptr) {
     float add[8];
-    unpack(add, load16(partial + base, inside));
+    unpack(add, more);
 #pragma unroll
     for (int i = 0; i < 8; ++i) value[i] += add[i];
     const uint4 rounded = pack(value);
@@ -54,10 +36,10 @@ __device__ __forceinline__ void exchange_norm_row(
   if (inside) *reinterpret_cast<uint4*>(h + base) = pack(value);
 }
 
-// Grid: rows. Block: width / 8 threads, rounded up to a warp.
+// Grid: rows. Block: width / 8 threads, rounded up to a warp. early: let the next kernel start before the wait.
 extern "C" __global__ void exchange_norm(
-    const bf16* partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps) {
-  exchange_norm_row(blockIdx.x, partial, x, weight, x_out, h, width, eps);
+    const bf16* partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps, int early) {
+  exchange_norm_row(blockIdx.x, partial, x, weight, x_out, h, width, eps, early != 0);
 }
 
 // x[row] = table[ids[row]]. Grid: rows. Block: as exchange_norm.
