@@ -163,7 +163,7 @@ def captured_score(engine: NativeEngine, width: int) -> Tensor:
     for start in range(0, len(IDS), width):
         state.anchor.copy_(ids[start])
         state.drafts[: width - 1].copy_(ids[start + 1 : start + width])
-        state.length.fill_(start)
+        state.stand_at(start)
         graph.replay()
         scored.append(logits[:width].clone())
     return torch.cat(scored)

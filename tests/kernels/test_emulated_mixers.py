@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 import device_mixers as checks
 from device_checks import Place
 from emulator import ORDERS, EmulatedDevice
 from ling_kernels.cuda import CudaOps
 from ling_kernels.cuda.latent import GROUP, LARGE, SMALL, Form, attend_bytes, deal_tiles
-from ling_kernels.ops import KernelError
+from ling_kernels.ops import ROW_TILE, KernelError
+from ling_kernels.reference import sample
 from settled import SETTLED, SettledDevice
 
 pytestmark = pytest.mark.emulated
@@ -101,21 +103,48 @@ SAMPLINGS = [
 ]
 
 
+@pytest.mark.parametrize("span", [0, 16, 48])
 @pytest.mark.parametrize("rows", [1, 4, 16])
-def test_verdict(place: Place, rows: int) -> None:
-    checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[0]), rows)
+def test_verdict(place: Place, rows: int, span: int) -> None:
+    checks.check_verdict(place, 301, 307, checks.make_sampling(place, 301, *SAMPLINGS[0]), rows, span=span)
 
 
+@pytest.mark.parametrize("span", [0, 16])
 @pytest.mark.parametrize("words", SAMPLINGS[1:])
-def test_verdict_of_drawn_tokens(place: Place, words: tuple[float, int, float]) -> None:
-    checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *words), 5, thorough=False)
+def test_verdict_of_drawn_tokens(place: Place, words: tuple[float, int, float], span: int) -> None:
+    sampling = checks.make_sampling(place, 301, *words)
+    checks.check_verdict(place, 301, 307, sampling, 5, thorough=words == SAMPLINGS[4], span=span)
+
+
+# few best ones in few spans, many best ones, a share of all, both; peaked and flat; a list that is too short for it
+@pytest.mark.parametrize("words", [(0.9, 20, 0.9), (1.0, 800, 1.0), (0.6, 0, 0.95), (1.0, 900, 0.9), (1.0, 0, 1.0)])
+@pytest.mark.parametrize(("scale", "listed"), [(4.0, 2048), (0.2, 2048), (1.0, 7)])
+def test_ways_to_find_the_lowest_kept(
+    place: Place, words: tuple[float, int, float], scale: float, listed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place.ops, "listed", listed)
+    sampling = checks.make_sampling(place, 3001, *words)
+    for span in (0, 16):
+        checks.check_verdict(place, 3001, 3008, sampling, 2, thorough=False, span=span, scale=scale)
+    assert not any(
+        part.any() for part in (place.ops._scratch.masses, place.ops._scratch.counts, place.ops._scratch.listed)
+    )
+
+
+def test_equal_logits_are_all_kept(place: Place) -> None:
+    sampling = checks.make_sampling(place, 3000, 1.0, 5, 0.5)
+    limits = checks.make_limits(place)
+    logits, positions = torch.ones(ROW_TILE, 3000), torch.arange(ROW_TILE)
+    got = place.ops.verdict(logits, None, positions, sampling, limits, 1)
+    assert torch.equal(got.tokens, sample.verdict(logits, None, positions, sampling, limits, 1).tokens)
+    assert got.tokens[0] >= 5  # by this seed
 
 
 def test_the_words_move_on(place: Place) -> None:
     checks.check_advance(place)
 
 
-@pytest.mark.parametrize("words", [SAMPLINGS[0], SAMPLINGS[4]])
+@pytest.mark.parametrize("words", [SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[4]])
 def test_pick(place: Place, words: tuple[float, int, float]) -> None:
     checks.check_pick(place, 203, checks.make_sampling(place, 203, *words))
 
@@ -168,7 +197,8 @@ def test_in_another_order_of_threads_the_results_hold(
     checks.check_mla(place, 16, 48, 126, 7)
     checks.check_mla(Place(with_form(device, GROUP), "cpu", device.constant), 16, 48, 126, 7)
     checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[0]), 4)
-    checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[4]), 2, thorough=False)
+    for words, span in ((SAMPLINGS[0], 16), (SAMPLINGS[3], 0), (SAMPLINGS[4], 16)):
+        checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *words), 2, thorough=False, span=span)
     checks.check_advance(place)
     params = checks.make_draft(place, 24, 2, 1, 8, 50, "rnn", True, 128)
     checks.check_draft(place, params, 70, 3, 8)

@@ -105,6 +105,16 @@ inline T taken(const u64 (*from)[4], u32 lane) {
 inline void __syncthreads() { emulator::barrier(); }
 inline void __syncwarp(u32 mask = ALL) { emulator::meet(mask); }
 inline void __threadfence() {}
+inline int __syncthreads_count(bool is) {
+  static int sum = 0;
+  sum += is;
+  emulator::barrier();
+  const int all = sum;
+  emulator::barrier();
+  sum = 0;
+  emulator::barrier();
+  return all;
+}
 
 template <class T>
 inline T __shfl_sync(u32 mask, T value, int lane, int width = 32) {
@@ -235,6 +245,7 @@ inline float4 load_settled(const float4* from) {
 }
 inline uint2 load_activations4(const bf16* from) { return load_settled(reinterpret_cast<const uint2*>(from)); }
 inline bf16 load_activation(const bf16* from) { return *from; }
+inline float load_activation(const float* from) { return *from; }
 inline float4 load_settled4(const float* from) {
   if (uintptr_t(from) & 15) emulator::fail("a 16-byte load is not aligned");
   float4 v;

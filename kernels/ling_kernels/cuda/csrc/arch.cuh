@@ -92,6 +92,12 @@ __device__ __forceinline__ bf16 load_activation(const bf16* from) {
   return v;
 }
 
+__device__ __forceinline__ float load_activation(const float* from) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(from));
+  return v;
+}
+
 // 16 bytes that an earlier kernel wrote: through L1, only after the wait. Zeros where `live` is false.
 __device__ __forceinline__ uint4 load16(const void* from, bool live = true) {
   uint4 v = make_uint4(0, 0, 0, 0);
