@@ -12,42 +12,37 @@ from pathlib import Path
 
 from ling_local import paths
 from ling_local.errors import ModelError
+from ling_local.published import PUBLISHED, Published, find_published, size_text, spellings
 
 DEMO = "ling-demo"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A checkpoint that its authors publish; size_bytes is what its weights take on disk."""
-
-    repo: str
-    size_bytes: int
-
-
-PUBLISHED = (
-    Published("inclusionAI/Ling-3.0-tiny", 15_786_785_600),
-    Published("inclusionAI/Ling-3.0-flash", 254_972_811_200),
-)
+_CACHE = "Hugging Face cache"
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model on this machine. problem says why it cannot be used, "" if it can."""
+    """A model on this machine. problem says why it cannot be used, "" if it can.
+
+    draft       it is a drafter, not a model that could answer
+    part_bytes  what lies here of files that are still to come
+    """
 
     name: str
     folder: Path
     source: str
     size_bytes: int
     problem: str = ""
+    draft: bool = False
+    part_bytes: int = 0
 
 
-def find_model(name: str | None) -> Path:
+def find_model(name: str | None, *, offline: bool = False) -> Path:
     """The checkpoint folder that name stands for; None is the demo.
 
     An existing folder wins, then the demo's name, then folders in the models directory, then the Hugging Face
-    cache (full or short names, any case). Raises ModelError: not here, or incomplete.
+    cache (full or short names, any case). Raises ModelError: not here, incomplete, or no model by itself.
+    offline: nothing may be fetched, which the error then says.
     """
     if name is None:
         return _whole(DEMO, paths.demo_dir())
@@ -61,10 +56,28 @@ def find_model(name: str | None) -> Path:
         raise ModelError(f"'{name}' cannot be looked at: {error}") from None
     if name.lower() == DEMO:
         return _whole(DEMO, paths.demo_dir())
-    for model in _named():
-        if name.lower() in _spellings(model.name):
-            return _whole(model.name, model.folder)
-    raise _not_here(name)
+    row = find_published(name)
+    for folder in _folders(paths.models_dir()):
+        if name.lower() in spellings(folder.name):
+            return _whole(folder.name, folder)
+    for repo, folder in _cached():
+        if name.lower() in spellings(repo) or (row is not None and repo.lower() == row.repo.lower()):
+            if _is_draft(repo):
+                hint = "Name the model; it drafts with this by itself (`ling help speculation`)."
+                raise ModelError(f"'{repo}' is a drafter, which cannot answer by itself", hint)
+            return _whole(repo, folder)
+    raise _not_here(name, offline)
+
+
+def cached_folder(repo: str) -> Path | None:
+    """The newest snapshot of that repository in the Hugging Face cache, whole or not."""
+    return next((folder for name, folder in _cached() if name.lower() == repo.lower()), None)
+
+
+def names_here() -> tuple[str, ...]:
+    """The names that -m takes on this machine, without a look inside: for shell completion."""
+    cached = [repo for repo, _ in _cached() if not _is_draft(repo)]
+    return (DEMO, *(folder.name for folder in _folders(paths.models_dir())), *cached)
 
 
 def list_models(folders: tuple[Path, ...] = ()) -> tuple[LocalModel, ...]:
@@ -107,17 +120,21 @@ def missing_file(folder: Path) -> str:
 
 def _describe(name: str, folder: Path, source: str) -> LocalModel:
     problem = check_folder(folder)
-    size = 0
-    for file in folder.glob("*.safetensors"):
-        if file.is_file():
-            size += file.stat().st_size
-    return LocalModel(name, folder, source, size, problem)
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())
+    parts = 0
+    if source == _CACHE and problem:
+        parts = sum(file.stat().st_size for file in (folder.parents[1] / "blobs").glob("*.incomplete"))
+    return LocalModel(name, folder, source, size, problem, _is_draft(name), parts)
+
+
+def _is_draft(name: str) -> bool:
+    return name.lower().endswith("-dspark")
 
 
 def _named() -> tuple[LocalModel, ...]:
     found = [_describe(folder.name, folder, "models folder") for folder in _folders(paths.models_dir())]
     for repo, folder in _cached():
-        found.append(_describe(repo, folder, "Hugging Face cache"))
+        found.append(_describe(repo, folder, _CACHE))
     return tuple(found)
 
 
@@ -133,11 +150,17 @@ def _cached() -> Iterator[tuple[str, Path]]:
     for entry in _folders(paths.hugging_face_cache()):
         kind, _, rest = entry.name.partition("--")
         repo = rest.replace("--", "/", 1)
-        if kind != "models" or "ling" not in repo.lower():
-            continue
-        folder = _snapshot(entry)
-        if folder is not None:
+        folder = _snapshot(entry) if kind == "models" else None
+        if folder is not None and ("ling" in repo.lower() or _is_ling(folder)):
             yield repo, folder
+
+
+def _is_ling(folder: Path) -> bool:
+    """A checkpoint of the architecture under another name."""
+    try:
+        return b"bailing_hybrid" in (folder / "config.json").read_bytes()
+    except OSError:
+        return False
 
 
 def _snapshot(entry: Path) -> Path | None:
@@ -153,20 +176,13 @@ def _snapshot(entry: Path) -> Path | None:
     return max(others, key=lambda folder: folder.stat().st_mtime) if others else None
 
 
-def _spellings(name: str) -> tuple[str, ...]:
-    """The names that mean this model: whole, without its owner, and without the version."""
-    lower = name.lower()
-    short = lower.rpartition("/")[2]
-    return lower, short, short.replace("ling-3.0-", "ling-")
-
-
 def _whole(name: str, folder: Path) -> Path:
     problem = missing_file(folder)
     if not problem:
         return folder
     hint = "Give a folder in the published layout: config.json, tokenizer.json, *.safetensors."
     if _inside(folder, paths.hugging_face_cache()):
-        hint = f"get: hf download {name}    (continues where it stopped)"
+        hint = f"get: ling pull {name}    (goes on where it stopped)"
     elif _inside(folder, paths.demo_dir()):
         hint = "Install ling-local again."
     raise ModelError(f"model '{name}' cannot be used: {folder}: {problem}", hint)
@@ -176,19 +192,29 @@ def _inside(folder: Path, parent: Path) -> bool:
     return Path(os.path.abspath(folder)).is_relative_to(os.path.abspath(parent))
 
 
-def _not_here(name: str) -> ModelError:
-    here = [model.name for model in list_models() if not model.problem]
-    spelt = {spelling: model for model in here for spelling in _spellings(model)}
-    spelt.update({spelling: row.repo for row in PUBLISHED for spelling in _spellings(row.repo)})
+def _not_here(name: str, offline: bool) -> ModelError:
+    here = [model.name for model in list_models() if not model.problem and not model.draft]
+    spelt = {spelling: model for model in here for spelling in spellings(model)}
+    for row in PUBLISHED:
+        spelt |= dict.fromkeys((row.name, *spellings(row.repo)), row.repo)
     meant = difflib.get_close_matches(name.lower(), spelt, n=1, cutoff=0.6)
     repo = spelt[meant[0]] if meant else ""
     lines = [f"here:  {', '.join(f'{item} (built in)' if item == DEMO else item for item in here) or 'none'}"]
-    row = next((row for row in PUBLISHED if row.repo == repo), None)
-    if repo and name.lower() not in _spellings(repo):
+    exact = find_published(name)
+    if repo and exact is None:
         lines.insert(0, f"near:  {repo}")
-    for wanted in [row] if row else PUBLISHED if not repo else []:
-        lines.append(f"get:   hf download {wanted.repo}    (about {wanted.size_bytes / 1e9:.1f} GB, {_free()})")
+    row = exact or next((row for row in PUBLISHED if row.repo == repo), None)
+    models = [row for row in PUBLISHED if not row.refusal and not row.draft_for]
+    for wanted in [row] if row else models if not repo else []:
+        lines.append(_how_to_get(wanted, offline))
     return ModelError(f"model '{name}' is not on this machine.", "\n".join(lines))
+
+
+def _how_to_get(row: Published, offline: bool) -> str:
+    if row.refusal:
+        return f"note:  {row.repo}: {row.refusal}"
+    note = "; offline now" if offline else ""
+    return f"get:   ling pull {row.repo}    (about {size_text(row.size_bytes)}, {_free()}{note})"
 
 
 def _free() -> str:

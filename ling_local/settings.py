@@ -23,6 +23,7 @@ from ling_local.settings_table import KEPT, PREFIX, ROWS, TABLE, Setting, show
 
 __all__ = ["KEPT", "TABLE", "Setting", "Settings", "nearest", "parse", "resolve", "show", "with_model"]
 
+OFFLINE_VARIABLE = "HF_HUB_OFFLINE"  # of all Hugging Face tools; ours beats it
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _KINDS = {
@@ -112,7 +113,7 @@ def resolve(
     environ = os.environ if environ is None else environ
     layer = _Layer()
     for name, value in (flags or {}).items():
-        if name in TABLE and value is not None and value != []:
+        if name in TABLE and value is not None and value not in ([], ()):  # a list flag that was not given is empty
             layer.put(name, _from_flag(TABLE[name], value), f"flag {TABLE[name].flag}")
     _read_environment(layer, environ)
     _read_file(layer, file or paths.config_file())
@@ -140,6 +141,8 @@ def _read_environment(layer: _Layer, environ: Mapping[str, str]) -> None:
                 raise ConfigError(error.message, error.hint) from None
         else:
             layer.warnings.append(f"unknown variable {variable}{_did_you_mean(variable, by_variable)}")
+    if environ.get(OFFLINE_VARIABLE, "").lower() in _TRUE:
+        layer.put("offline", True, OFFLINE_VARIABLE)
 
 
 def _did_you_mean(word: str, words: Mapping[str, Any]) -> str:

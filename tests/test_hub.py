@@ -102,7 +102,7 @@ def test_an_unknown_name_says_what_is_here_and_how_to_get_more(home: Path) -> No
     lines = caught.value.hint.splitlines()
     assert lines[0].startswith("here:  ")
     assert folder.name in lines[0]
-    assert lines[1].startswith(f"get:   hf download {TINY}    (about 15.8 GB, ")
+    assert lines[1].startswith(f"get:   ling pull {TINY}    (about 15.8 GB, ")
     assert lines[1].endswith(" GB free)")
     assert caught.value.exit_code == 1
 
@@ -119,7 +119,7 @@ def test_an_incomplete_download_names_the_missing_file_and_the_repair(home: Path
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model-00002-of-00002\.safetensors is missing") as caught:
         hub.find_model(TINY)
-    assert caught.value.hint.startswith(f"get: hf download {TINY}")
+    assert caught.value.hint.startswith(f"get: ling pull {TINY}")
     listed = hub.list_models()[-1]
     assert (listed.name, listed.problem) == (TINY, "model-00002-of-00002.safetensors is missing")
 

@@ -82,7 +82,9 @@ def command(
     engine: opt.EngineName = None,
     color: opt.Color = None,
     quiet: opt.Quiet = None,
+    verbose: opt.Verbose = None,
     debug: opt.Debug = None,
+    offline: opt.Offline = None,
 ) -> bool:
     """Measure how fast the model runs here: first token, time per token, tokens per second."""
     settings, output = opt.open_settings(context)

@@ -65,7 +65,9 @@ def command(
     engine: opt.EngineName = None,
     color: opt.Color = None,
     quiet: opt.Quiet = None,
+    verbose: opt.Verbose = None,
     debug: opt.Debug = None,
+    offline: opt.Offline = None,
 ) -> None:
     """Talk with the model, or ask one question with -p or on stdin."""
     settings, output = opt.open_settings(context)

@@ -64,7 +64,9 @@ def command(
     engine: opt.EngineName = None,
     color: opt.Color = None,
     quiet: opt.Quiet = None,
+    verbose: opt.Verbose = None,
     debug: opt.Debug = None,
+    offline: opt.Offline = None,
 ) -> None:
     """Continue a file or a text: prints what comes next, byte for byte, as it is made."""
     settings, output = opt.open_settings(context)

@@ -14,19 +14,44 @@ from ling_local.settings import KEPT, show, with_model
 
 PAGE = Page(
     "[OPTIONS]",
-    examples=("ling config", "LING_TEMPERATURE=0.6 ling config", "ling config --json | jq .settings.top_p"),
-    notes="Order: flag, LING_ variable, config.toml, the model's generation_config.json, default. "
-    "`ling help settings` explains each.",
+    examples=("ling config", "ling config -m tiny -t 0.6", "ling config --json | jq .settings.top_p"),
+    rare=(*(name for name in KEPT if name not in ("model", "json")),),
+    notes="Order: flag, LING_ variable, config.toml, the model's generation_config.json, default. With the flags of a "
+    "run it shows what that run would use. `ling help settings` explains each.",
 )
 
 
 def command(
     context: typer.Context,
     model: opt.Model = None,
+    max_tokens: opt.MaxTokens = None,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
+    top_k: opt.TopK = None,
+    seed: opt.Seed = None,
+    stop: opt.Stop = None,
+    until: opt.Until = None,
+    system: opt.System = None,
+    think: opt.Think = None,
+    think_budget: opt.ThinkBudget = None,
+    show_thinking: opt.ShowThinking = None,
+    stats: opt.Stats = None,
+    plain: opt.Plain = None,
+    history: opt.History = None,
+    stdin_wait: opt.StdinWait = None,
+    speculation: opt.Speculation = None,
+    block: opt.Block = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    ctx: opt.Ctx = None,
+    threads: opt.Threads = None,
+    engine: opt.EngineName = None,
     json: opt.Json = None,
     color: opt.Color = None,
     quiet: opt.Quiet = None,
+    verbose: opt.Verbose = None,
     debug: opt.Debug = None,
+    offline: opt.Offline = None,
 ) -> None:
     """Show every setting and where its value comes from."""
     settings, output = opt.open_settings(context)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import typer
 
 from ling_local import __version__
@@ -9,11 +11,14 @@ from ling_local import doctor as checks
 from ling_local.cli import options as opt
 from ling_local.cli.pages import Page
 from ling_local.errors import ConfigError
+from ling_local.settings import TABLE, parse
 
 PAGE = Page(
     "[OPTIONS]",
     examples=("ling doctor", "ling doctor --json | jq -r '.checks[] | select(.status != \"pass\")'"),
-    notes="Exit code 1 if a check fails; warnings do not count.",
+    rare=("device", "dtype", "timeout", "color", "quiet", "verbose", "debug", "offline"),
+    notes="Exit code 1 if a check fails; warnings do not count. Torch and the GPUs are asked in a process of its own, "
+    "so that a driver that hangs or crashes is a line of the report. Nothing is asked over the network.",
 )
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "red"}
 
@@ -21,20 +26,29 @@ _STYLES = {"pass": "green", "warn": "yellow", "fail": "red"}
 def command(
     context: typer.Context,
     model: opt.Model = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    timeout: opt.Timeout = None,
     json: opt.Json = None,
     color: opt.Color = None,
     quiet: opt.Quiet = None,
+    verbose: opt.Verbose = None,
     debug: opt.Debug = None,
+    offline: opt.Offline = None,
 ) -> bool:
     """Check this machine and say what to repair."""
     output = context.obj
     try:
         settings, output = opt.open_settings(context, warn=False)
-    except ConfigError:
-        settings = None  # a wrong file or variable is a line of the report, not the end of it
-    found = []
-    for check in checks.run_checks(settings, output.stdout.terminal):
+        limit_s = settings["timeout"]
+    except ConfigError:  # a wrong file or variable is a line of the report, not the end of it; flags are right by then
+        settings = None
+        limit_s = parse(TABLE["timeout"], timeout) if timeout else checks.PROBE_S
+    found, started = [], time.monotonic()
+    output.progress("checking")
+    for check in checks.run_checks(settings, output.stdout.terminal, limit_s):
         found.append(check)
+        output.detail(f"{check.name}: after {time.monotonic() - started:.1f} s")
         if not output.json:
             mark = output.style(output.stdout, f"{check.status.value:<5}", _STYLES[check.status.value])
             output.write_bytes(f"{mark}".encode())

@@ -5,55 +5,79 @@ from __future__ import annotations
 import difflib
 import inspect
 import textwrap
+from collections.abc import Iterable
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from ling_local import errors
 from ling_local.cli import options as opt
+from ling_local.cli import topics as topic_pages
 from ling_local.cli.output import Output
 from ling_local.cli.pages import Page, section
 from ling_local.errors import UsageError
 from ling_local.settings import KEPT
 
-TOPICS = {
+_MADE = {  # pages that follow from the program itself
     "exit-codes": "What the exit code says.",
     "settings": "Every setting: flag, variable, config key, default.",
-    "speculation": "Drafts: what they change (speed), what not (text), and their figures.",
     "scripted": "The scripted engine and its file format.",
 }
-PAGE = Page("[COMMAND|TOPIC]", examples=("ling help", "ling help chat", "ling help exit-codes"))
+PAGE = Page(
+    "[COMMAND|TOPIC]", examples=("ling help", "ling help chat", "ling help speed", "ling help exit-codes | less")
+)
+
+
+def topics(commands: Iterable[str]) -> dict[str, str]:
+    """Topics that are no commands, with their summaries, by name."""
+    known = set(commands)
+    written = {name: topic_pages.summary(name) for name in topic_pages.page_names() if name not in known}
+    return dict(sorted({**written, **_MADE}.items()))
+
+
+def _complete(context: typer.Context, incomplete: str) -> list[str]:
+    group = context.parent.command if context.parent else None
+    commands = list(group.list_commands(context.parent)) if isinstance(group, TyperGroup) else []
+    return [name for name in (*commands, *topics(commands)) if name.startswith(incomplete)]
 
 
 def command(
     context: typer.Context,
-    topic: Annotated[str | None, typer.Argument(metavar="TOPIC", help="A command or a topic.")] = None,
+    topic: Annotated[
+        str | None, typer.Argument(metavar="TOPIC", help="A command or a topic.", autocompletion=_complete)
+    ] = None,
     color: opt.Color = None,
 ) -> None:
     """Explain a command or a topic."""
     output: Output = context.obj
-    group = context.parent
+    group, width = context.parent, _width(context.obj)
     assert group is not None
+    commands = group.command.list_commands(group)
+    known = topics(commands)
     if topic is None:
         output.print_help(group.get_help())
-        output.print("\n" + section("Topics (ling help TOPIC):", list(TOPICS.items()), _width(output)))
-    elif topic in TOPICS:
-        pages = {
-            "exit-codes": _exit_codes,
-            "settings": _settings,
-            "speculation": _speculation,
-            "scripted": _scripted,
-        }
-        output.print(pages[topic](_width(output)))
+        output.print("\n" + section("Topics (ling help TOPIC):", list(known.items()), width))
+    elif topic in known:
+        output.print(_page(topic, width))
     else:
-        commands = group.command.list_commands(group)
-        if topic not in commands:
-            meant = difflib.get_close_matches(topic, [*TOPICS, *commands], n=1, cutoff=0.5)
-            tail = f" Did you mean '{meant[0]}'?" if meant else f" Topics: {', '.join(TOPICS)}."
-            raise UsageError(f"no help on '{topic}'.{tail}")
         target = group.command.get_command(group, topic)
-        with target.make_context(topic, [], parent=group, resilient_parsing=True) as inner:
+        if target is None:
+            meant = difflib.get_close_matches(topic, [*known, *commands], n=1, cutoff=0.5)
+            tail = f" Did you mean '{meant[0]}'?" if meant else f" Topics: {', '.join(known)}."
+            raise UsageError(f"no help on '{topic}'.{tail}")
+        with target.make_context(target.name, [], parent=group, resilient_parsing=True) as inner:
             output.print_help(target.get_help(inner))
+        more = topic_pages.body(target.name, width)
+        if more:
+            output.print(f"\n{more}")
+
+
+def _page(topic: str, width: int) -> str:
+    made = {"exit-codes": _exit_codes, "settings": _settings, "scripted": _scripted, "keys": _keys}
+    if topic in made:
+        return made[topic](width)
+    return f"{textwrap.fill(topic_pages.summary(topic), width)}\n\n{topic_pages.body(topic, width)}"
 
 
 def _width(output: Output) -> int:
@@ -91,55 +115,13 @@ def _settings(width: int) -> str:
     return f"{textwrap.fill(intro, width)}\n\n{section('Settings:', rows, width)}"
 
 
-def _speculation(width: int) -> str:
-    paragraphs = (
-        "A drafter guesses the next few tokens, and the model verifies all of them in one step. A step keeps the "
-        "drafts up to the first that the model would not have chosen, and adds one token of the model's own, the "
-        "bonus token. So a step gives between 1 and block + 1 tokens for little more than the time of one.",
-        "The text never changes. Each position's token is drawn by the model itself, with noise that is keyed by the "
-        "seed and the position; a draft is kept only where it equals that draw. The ids are the same with every "
-        "drafter, every block size and none, at temperature 0 and when sampling, for every seed. `ling bench --check` "
-        "compares them on all bundled prompts and fails if one differs.",
-    )
-    drafters = [
-        ("auto", "dspark where the model's folder has a draft, else mtp where it has such a layer, else off."),
-        ("dspark", "A small network of its own, trained on blocks, that reads the model's inner layers."),
-        ("mtp", "The model's own layer for the token after the next, fed with its own output for longer blocks."),
-        ("off", "One token a step. The drafter is not loaded."),
-    ]
-    sizes = (
-        "--block N drafts N tokens a step, from 1 to the size that the drafter was trained on (mtp: 8, and 1 unless "
-        "you say otherwise); a larger N is refused. It caps the accept length at N + 1, and saves time where "
-        "later drafts are seldom right. The engine may draft less than that by itself: it times its steps, and rests "
-        "or narrows a drafter that costs more than it brings. `ling bench --full-width` has it verify all drafts.",
-    )
-    figures = [
-        ("steps", "Verify steps, those without drafts included."),
-        ("drafted, accepted", "Drafts that were verified, and those of them that were kept; their ratio is rate."),
-        ("accept length", "Tokens / steps, the bonus token counted; 1.00 without drafts."),
-        (
-            "rate by position",
-            "Share of all steps that kept at least that many drafts. 1 + the sum of all is the accept length.",
-        ),
-        ("rate given previous", "Of the steps that kept every draft before it, the share that kept this one, too."),
-    ]
-    cut = (
-        "A step that an end of turn, a stop or --max-tokens cuts short counts with what was kept: its last token is "
-        "its bonus token. Figures are in --stats, in --json, and in `ling bench`.",
-    )
+def _keys(width: int) -> str:
+    from ling_local.tui.commands import ALIASES, COMMANDS, KEYS_HELP
 
-    def prose(texts: tuple[str, ...]) -> str:
-        return "\n\n".join(textwrap.fill(text, width) for text in texts)
-
-    return "\n\n".join(
-        [
-            prose(paragraphs),
-            section("--speculation:", drafters, width),
-            prose(sizes),
-            section("Figures:", figures, width),
-            prose(cut),
-        ]
-    )
+    rows = [(f"/{row.name} {row.argument}".rstrip(), row.help) for row in COMMANDS.values()]
+    rows.append((", ".join(f"/{name}" for name in ALIASES), "other words for some of these"))
+    keys = "\n".join(f"  {line}" for line in KEYS_HELP)
+    return f"{topic_pages.summary('keys')}\n\nKeys:\n{keys}\n\n{section('Commands:', rows, width)}"
 
 
 def _scripted(width: int) -> str:

@@ -33,9 +33,11 @@ COMMANDS = {
     "bench": "Measure how fast the model runs here.",
     "doctor": "Check this machine and say what to repair.",
     "models": "List the models on this machine.",
+    "pull": "Fetch a model, or go on with one that broke off.",
     "config": "Show every setting and where its value comes from.",
     "help": "Explain a command or a topic.",
 }
+ALIASES = {"list": "models"}  # words that hands know from other tools
 _PAGE = Page(
     "[OPTIONS] COMMAND [ARGUMENTS]",
     examples=(
@@ -54,6 +56,7 @@ class LingGroup(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+        cmd_name = ALIASES.get(cmd_name, cmd_name)
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"ling_local.cli.{cmd_name}")
@@ -65,7 +68,7 @@ class LingGroup(TyperGroup):
         return made
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
-        if args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args[0] not in (*COMMANDS, *ALIASES) and not args[0].startswith("-"):
             meant = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.5)
             tail = f" Did you mean '{meant[0]}'?" if meant else ""
             raise UsageError(f"no such command '{args[0]}'.{tail}", "" if meant else "See `ling --help`.")
@@ -99,7 +102,9 @@ def root(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     color: options.Color = None,
+    verbose: options.Verbose = None,
     debug: options.Debug = None,
+    offline: options.Offline = None,
 ) -> None:
     """Ling-3.0 models on this machine: complete code, chat, measure."""
     if version:

@@ -1,25 +1,29 @@
-"""`ling models`: what is on this machine, whole or not."""
+"""`ling models`: what is on this machine, whole or not, and what can be fetched."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ling_local import hub, paths
 from ling_local.cli import options as opt
 from ling_local.cli.pages import Page
+from ling_local.engine.checkpoint import hub_repository
+from ling_local.published import PUBLISHED, Published, size_text
 
 PAGE = Page(
     "[OPTIONS] [FOLDER]...",
     examples=(
         "ling models",
+        "ling models --all                  what can be fetched, too",
         "ling models ~/checkpoints/my-ling",
         "ling models --json | jq -r '.models[].name'",
     ),
     notes="Listed are the demo, folders in $XDG_DATA_HOME/ling/models, Ling checkpoints in the Hugging Face cache "
-    "(HF_HOME and HF_HUB_CACHE are obeyed), and the folders that you name. Any folder can be given to -m.",
+    "(HF_HOME and HF_HUB_CACHE are obeyed), and the folders that you name. Any folder can be given to -m. "
+    "`ling list` is the same command.",
 )
 
 
@@ -28,34 +32,63 @@ def command(
     folders: Annotated[
         list[Path] | None, typer.Argument(metavar="FOLDER...", help="Checkpoint folders to look at as well.")
     ] = None,
+    all: opt.All = None,
     json: opt.Json = None,
     color: opt.Color = None,
     quiet: opt.Quiet = None,
+    verbose: opt.Verbose = None,
     debug: opt.Debug = None,
 ) -> None:
     """List the models on this machine, and say which ones are incomplete."""
-    _, output = opt.open_settings(context)
+    settings, output = opt.open_settings(context)
     models = hub.list_models(tuple(folders or ()))
+    published = PUBLISHED if settings["all"] else ()
     if output.json:
-        rows = [
-            {
-                "name": model.name,
-                "folder": str(model.folder),
-                "source": model.source,
-                "size_bytes": model.size_bytes,
-                "usable": not model.problem,
-                "problem": model.problem or None,
-            }
-            for model in models
-        ]
-        output.print_json({"schema": 1, "models": rows})
+        document: dict[str, Any] = {"schema": 1, "models": [_row(model) for model in models]}
+        if published:
+            document["published"] = [_published_row(row) for row in published]
+        output.print_json(document)
         return
-    width = max(len(model.name) for model in models)
+    width = max(len(name) for name in (*(model.name for model in models), *(row.repo for row in published)))
     for model in models:
-        state = f"incomplete: {model.problem}" if model.problem else str(model.folder)
-        output.print(f"{model.name:<{width}}  {_size(model.size_bytes):>9}  {model.source:<18}  {state}")
+        output.print(f"{model.name:<{width}}  {size_text(model.size_bytes):>9}  {model.source:<18}  {_state(model)}")
+    if published:
+        output.print("\nTo fetch with `ling pull NAME`:")
+    for row in published:
+        size = size_text(row.size_bytes) if row.size_bytes else "?"
+        what = f"drafter of {row.draft_for}" if row.draft_for else "model"
+        output.print(f"{row.repo:<{width}}  {size:>9}  {row.name:<18}  {row.refusal or what}")
     output.note(f"folders in {paths.models_dir()} are found by name; -m takes any folder", "dim")
 
 
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+def _state(model: hub.LocalModel) -> str:
+    if not model.problem:
+        return f"drafter, {model.folder}" if model.draft else str(model.folder)
+    parts = f", {size_text(model.part_bytes)} of parts" if model.part_bytes else ""
+    repo = hub_repository(model.folder)
+    repair = f"; `ling pull {repo}` goes on" if repo else ""
+    return f"incomplete: {model.problem}{parts}{repair}"
+
+
+def _row(model: hub.LocalModel) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "folder": str(model.folder),
+        "source": model.source,
+        "size_bytes": model.size_bytes,
+        "usable": not model.problem,
+        "problem": model.problem or None,
+        "drafter": model.draft,
+        "part_bytes": model.part_bytes,
+    }
+
+
+def _published_row(row: Published) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "repo": row.repo,
+        "size_bytes": row.size_bytes or None,
+        "format": row.format,
+        "drafter_of": row.draft_for or None,
+        "refused": row.refusal or None,
+    }

@@ -72,7 +72,7 @@ def model_spec(settings: Settings) -> tuple[EngineSpec, Settings]:
             raise UsageError("the scripted engine needs a script", "Give one with -m script.json.")
         folder = Path(name).expanduser()
     else:
-        folder = hub.find_model(name)
+        folder = hub.find_model(name, offline=settings["offline"])
         settings = with_model(settings, folder)
     spec = EngineSpec(
         model=str(folder),
@@ -123,6 +123,7 @@ def open_model(settings: Settings, output: Output, *, background: bool = False) 
 
     for warning in settings.warnings[known:]:
         output.warn(warning)
+    output.detail(f"model: {spec.model}")
     if settings["model"] is None and spec.dummy is None:
         output.note(DEMO_NOTE if spec.device == "cpu" else DEMO_NOTE.replace("on the CPU", "on the GPU"), "dim")
     loading = threading.Event()
@@ -149,10 +150,18 @@ def check_drafter(opened: Opened) -> None:
     info, spec = opened.engine.info, opened.spec
     if opened.checked.is_set():
         return
+    opened.output.detail(_describe(info))
     _check_drafter(spec, info)
     if spec.draft != "off" and spec.block and info.drafter == "off":
         opened.output.warn(f"--block {spec.block} has no effect: {info.model} has no drafter")
     opened.checked.set()
+
+
+def _describe(info: EngineInfo) -> str:
+    """What was loaded, on one line."""
+    drafts = f"drafts with {info.drafter}, {info.block} a step" if info.drafter != "off" else "no drafts"
+    size = f"{info.parameters / 1e6:,.1f} M parameters, " if info.parameters else ""
+    return f"loaded {info.model}: {size}{info.dtype} on {info.device}, context {info.context_limit:,}, {drafts}"
 
 
 def _check_drafter(spec: EngineSpec, info: EngineInfo) -> None:

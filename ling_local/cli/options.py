@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +18,30 @@ def _option(name: str) -> Any:
     variable and a config key refuse the same things in the same words."""
     setting = TABLE[name]
     kinds: dict[str, Any] = {"bool": bool | None, "list": list[str] | None}
-    return Annotated[kinds.get(setting.kind, str | None), typer.Option(*setting.flags, help=setting.help)]
+    option = typer.Option(*setting.flags, help=setting.help, autocompletion=_completion(name))
+    return Annotated[kinds.get(setting.kind, str | None), option]
+
+
+def _completion(name: str) -> Callable[[str], list[str]] | None:
+    """What the shell offers for the flag's value; None: nothing of ours."""
+    if name in ("model", "modes"):
+        return {"model": model_names, "modes": _modes}[name]
+    choices = TABLE[name].choices
+    return (lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]) if choices else None
+
+
+def _modes(incomplete: str) -> list[str]:
+    """The next of several drafters with commas between them."""
+    before, comma, last = incomplete.rpartition(",")
+    known = [name for name in TABLE["speculation"].choices if name not in before.split(",")]
+    return [f"{before}{comma}{name}" for name in known if name.startswith(last)]
+
+
+def model_names(incomplete: str) -> list[str]:
+    """Names on this machine, for the shell. A path is completed by the shell itself."""
+    from ling_local import hub
+
+    return [name for name in hub.names_here() if name.lower().startswith(incomplete.lower())]
 
 
 Model = _option("model")
@@ -46,9 +70,15 @@ Threads = _option("threads")
 EngineName = _option("engine")
 Color = _option("color")
 Quiet = _option("quiet")
+Verbose = _option("verbose")
 Debug = _option("debug")
+Offline = _option("offline")
 Prompt = _option("prompt")
 Json = _option("json")
+Revision = _option("revision")
+Verify = _option("verify")
+All = _option("all")
+Timeout = _option("timeout")
 Format = _option("format")
 PromptTokens = _option("prompt_tokens")
 Tokens = _option("tokens")
@@ -65,7 +95,7 @@ Shard = _option("shard")
 AcceptPattern = _option("accept_pattern")
 Breakdown = _option("breakdown")
 
-RARE = ("block", "device", "dtype", "ctx", "threads", "engine", "color", "quiet", "debug")
+RARE = ("block", "device", "dtype", "ctx", "threads", "engine", "color", "quiet", "verbose", "debug", "offline")
 
 
 def open_settings(context: typer.Context, *, warn: bool = True) -> tuple[Settings, Output]:
@@ -77,7 +107,7 @@ def open_settings(context: typer.Context, *, warn: bool = True) -> tuple[Setting
         flags.update({name: _clean(value) for name, value in params.items() if name in TABLE and value is not None})
     settings = settings_room.resolve(flags)
     set_colour(output, settings["color"])
-    output.quiet, output.debug = settings["quiet"], settings["debug"]
+    output.quiet, output.debug, output.verbose = settings["quiet"], settings["debug"], settings["verbose"]
     for warning in settings.warnings if warn else ():
         output.warn(warning)
     return settings, output

@@ -62,6 +62,7 @@ class Output:
     json: bool = False
     quiet: bool = False
     debug: bool = False
+    verbose: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
     _progress_width: int = 0
 
@@ -117,6 +118,11 @@ class Output:
         """A line on stderr that `--quiet` silences."""
         if not self.quiet:
             self.say(text, *styles)
+
+    def detail(self, text: str) -> None:
+        """A line on stderr that only `--verbose` shows."""
+        if self.verbose:
+            self.note(f"ling: {text}", "dim")
 
     def warn(self, text: str) -> None:
         """A warning on stderr, one line, that `--quiet` silences."""

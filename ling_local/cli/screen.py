@@ -90,4 +90,4 @@ def _request(settings: Settings, messages: tuple[Message, ...]) -> Request:
 
 
 def _names() -> tuple[str, ...]:
-    return tuple(model.name for model in hub.list_models() if not model.problem)
+    return tuple(model.name for model in hub.list_models() if not model.problem and not model.draft)

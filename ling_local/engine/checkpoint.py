@@ -178,8 +178,22 @@ def _nearest(name: str, wanted: Mapping[str, TensorSpec]) -> str:
     return f" (close to {close[0]})" if close else ""
 
 
+def hub_repository(folder: Path) -> str:
+    """The repository whose snapshot in the Hugging Face cache this folder or file belongs to, or ""."""
+    entry = next((above.name for above in (folder, *folder.parents) if above.name.startswith("models--")), "")
+    return entry.removeprefix("models--").replace("--", "/", 1)
+
+
+def model_name(folder: Path) -> str:
+    """What a checkpoint folder is called: its name, or that of its repository where it has none of its own."""
+    snapshot = folder.absolute()
+    repo = hub_repository(snapshot) if snapshot.parent.name == "snapshots" else ""
+    return repo.rpartition("/")[2] or folder.resolve().name
+
+
 def _again(path: Path) -> str:
-    """The repair, as a command where a file is concerned."""
-    if path.suffix in (".safetensors", ".json"):
-        return f"fetch this file again: hf download REPOSITORY {path.name} --local-dir '{path.parent}'"
-    return f"fetch what is missing: hf download REPOSITORY --local-dir '{path}'"
+    """The repair, as a command where the file came from the Hub."""
+    if repo := hub_repository(path):
+        return f"fetch what is damaged again: ling pull {repo} --verify"
+    what = "this file" if path.suffix in (".safetensors", ".json") else "what is missing"
+    return f"copy {what} again to '{path.parent if path.suffix else path}', or fetch the model with `ling pull`"

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ling_local.engine.checkpoint import check_files
+from ling_local.engine.checkpoint import check_files, model_name
 from ling_local.engine.config import ModelConfig, load_model_config
 from ling_local.engine.drafter import Drafter
 from ling_local.engine.drafts import open_drafter
@@ -56,7 +56,7 @@ class FolderSource:
     def __init__(self, path: str | Path) -> None:
         self.folder = Path(path)
         self.config = load_model_config(self.folder)
-        self.name = self.folder.resolve().name
+        self.name = model_name(self.folder)
 
     @property
     def vocab(self) -> int:

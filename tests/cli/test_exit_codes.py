@@ -49,7 +49,7 @@ def test_a_model_that_is_not_here_is_exit_1_with_here_and_get_lines(ling: Progra
     lines = done.err.splitlines()
     assert lines[0] == "ling: model 'ling-tiny' is not on this machine."
     assert lines[1].startswith("  here:  ")
-    assert lines[2].startswith("  get:   hf download inclusionAI/Ling-3.0-tiny ")
+    assert lines[2].startswith("  get:   ling pull inclusionAI/Ling-3.0-tiny ")
 
 
 @pytest.mark.parametrize("command", ["chat", "complete", "bench"])

@@ -137,6 +137,51 @@ def test_config_shows_each_value_and_its_source(ling: Program) -> None:
     assert document["settings"]["model"]["source"] == "flag --model"
 
 
+def test_config_takes_the_flags_of_a_run_and_names_every_kind_of_source(ling: Program) -> None:
+    ling.config("top_k = 5\nstop = ['A']\nseed = 1\n")
+    env = {"LING_TOP_K": "6", "LING_SEED": "2", "HF_HUB_OFFLINE": "1"}
+    rows = ling("config", "--json", "--seed", "3", "--no-think", "--device", "cpu", env=env).json["settings"]
+    assert (rows["seed"]["value"], rows["seed"]["source"]) == (3, "flag --seed")
+    assert (rows["think"]["value"], rows["think"]["source"]) == (False, "flag --think")
+    assert (rows["top_k"]["value"], rows["top_k"]["source"]) == (6, "LING_TOP_K")
+    assert (rows["stop"]["value"], rows["stop"]["source"]) == (["A"], "config.toml:2")
+    assert (rows["offline"]["value"], rows["offline"]["source"]) == (True, "HF_HUB_OFFLINE")
+    assert rows["top_p"]["source"] == "default"
+    assert ling("config", "--json", "--online", env=env).json["settings"]["offline"]["value"] is False
+    env["LING_OFFLINE"] = "0"
+    assert ling("config", "--json", env=env).json["settings"]["offline"]["source"] == "LING_OFFLINE"
+
+
+def test_a_stop_in_the_config_file_ends_a_run(ling: Program, write_script: Write) -> None:
+    ling.config("stop = ['STOP']\n")
+    done = ling("complete", "--engine", "scripted", "-m", write_script(["a", "STOP", "b"]), "-p", "x", "--until", "eof")
+    assert done.text == "a"
+
+
+def test_verbose_says_what_was_loaded_from_where(ling: Program, write_script: Write) -> None:
+    script = write_script(["a"])
+    args = ("complete", "--engine", "scripted", "-m", script, "-p", "x")
+    assert ling(*args).err == ""
+    for done in (ling(*args, "--verbose"), ling("-v", *args), ling(*args, env={"LING_VERBOSE": "1"})):
+        assert done.text == "a"
+        assert f"ling: model: {script}" in done.err
+        assert "ling: loaded " in done.err
+    assert ling(*args, "-v", "-q").err == ""
+
+
+def test_models_all_lists_what_can_be_fetched_and_list_is_the_same_command(ling: Program) -> None:
+    done = ling("list", "--all")
+    assert done.out == ling("models", "--all").out
+    lines = {line.split()[0]: line for line in done.text.splitlines() if line}
+    assert "15.8 GB" in lines["inclusionAI/Ling-3.0-tiny"]
+    assert "its weights are int4" in lines["inclusionAI/Ling-3.0-flash-int4"]
+    rows = {row["name"]: row for row in ling("models", "--all", "--json").json["published"]}
+    assert rows["dspark"]["drafter_of"] == "inclusionAI/Ling-3.0-flash"
+    assert rows["flash"]["refused"] is None
+    assert rows["fp8"]["size_bytes"] == 128_443_021_752
+    assert "published" not in ling("models", "--json").json
+
+
 def test_warnings_about_settings_come_once_on_stderr_and_stdout_stays_clean(ling: Program, write_script: Write) -> None:
     file = ling.config("temprature = 1\nseed = 5\n")
     script = write_script(["a"])

@@ -133,7 +133,7 @@ def test_damage_is_named_and_nothing_is_loaded(folder: Path, damage: str, monkey
     with pytest.raises(ModelError, match=f"(?s){reason}") as caught:
         NativeEngine.load(folder)
     assert str(folder) in caught.value.message
-    assert "hf download" in caught.value.hint
+    assert "ling pull" in caught.value.hint
     assert caught.value.exit_code == 1
 
 
