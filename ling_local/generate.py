@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -111,16 +111,23 @@ class CancelToken:
 
 
 def generate(
-    engine: Engine, text_model: TextModel, request: Request, cancel: CancelToken | None = None
+    engine: Engine,
+    text_model: TextModel,
+    request: Request,
+    cancel: CancelToken | None = None,
+    *,
+    ids: Sequence[int] | None = None,
 ) -> Iterator[Event]:
     """Run a request. Closing the iterator cancels it, and so does an exception inside of it (Ctrl-C).
+
+    ids: those of the prompt, where `text_model.encode` has made them before.
 
     Waits for an engine that still loads; figures start after that. Raises before work: ContextTooLong,
     UsageError (no prompt, a negative max_tokens), EngineBusy; and whatever the engine fails with.
     """
     limit = engine.info.context_limit
     taken_s = time.monotonic()
-    ids = text_model.encode(request)
+    ids = text_model.encode(request) if ids is None else ids
     if not ids:
         raise UsageError("the prompt is empty", "Give some text to go on from.")
     if len(ids) >= limit:

@@ -19,6 +19,7 @@ class Setting:
     flags     its options on the command line; a bool may give "--yes/--no"
     low, high bounds, both allowed; shown: the default in words where the value says little
     kept      may stand in config.toml and in a LING_ variable; else it is a flag only
+    secret    its value is never shown
     """
 
     name: str
@@ -32,6 +33,7 @@ class Setting:
     high: float = math.inf
     shown: str = ""
     kept: bool = True
+    secret: bool = False
 
     @property
     def variable(self) -> str:
@@ -66,7 +68,7 @@ ROWS = (
         "Tokens to generate at most; 0 generates nothing.",
         "N",
         low=0,
-        shown="256 for complete, 1024 for chat",
+        shown="256 for complete, 1024 for chat; serve: 256, and what the context holds",
     ),
     Setting("temperature", "float", 0.0, ("--temperature", "-t"), "0 is greedy.", "X", low=0, high=100),
     Setting("top_p", "float", 1.0, ("--top-p",), "Nucleus sampling; 1 is off.", "X", low=0, high=1),
@@ -362,6 +364,44 @@ ROWS = (
         "Block sizes that --check tries: the one in force, or all from 1 up.",
         choices=("own", "all"),
         kept=False,
+    ),
+    Setting(
+        "host",
+        "str",
+        "127.0.0.1",
+        ("--host",),
+        "Address to listen on; one that other machines reach needs a key.",
+        "HOST",
+    ),
+    Setting("port", "int", 5464, ("--port",), "Port to listen on; 0 takes a free one.", "N", low=0, high=65535),
+    Setting(
+        "api_key",
+        "str",
+        None,
+        ("--api-key",),
+        "Clients have to show this key. A flag can be seen by others here: rather use the variable.",
+        "KEY",
+        shown="none",
+        secret=True,
+    ),
+    Setting("queue", "int", 8, ("--queue",), "Requests that may wait; more are refused.", "N", low=0, high=10_000),
+    Setting(
+        "allow_host",
+        "list",
+        (),
+        ("--allow-host",),
+        "Another name that this server is reached by; may be given more than once.",
+        "NAME",
+        shown="none",
+    ),
+    Setting(
+        "allow_origin",
+        "list",
+        (),
+        ("--allow-origin",),
+        "Web pages of this origin may read the answers; may be given more than once.",
+        "URL",
+        shown="none",
     ),
 )
 

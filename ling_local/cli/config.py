@@ -10,7 +10,7 @@ from ling_local import hub, paths
 from ling_local.cli import options as opt
 from ling_local.cli.pages import Page
 from ling_local.errors import ModelError
-from ling_local.settings import KEPT, show, with_model
+from ling_local.settings import KEPT, Setting, show, with_model
 
 PAGE = Page(
     "[OPTIONS]",
@@ -66,13 +66,18 @@ def command(
             settings = completed
     if output.json:
         rows: dict[str, Any] = {
-            name: {"value": settings[name], "source": settings.sources[name], "variable": row.variable}
+            name: {"value": shown(row, settings[name]), "source": settings.sources[name], "variable": row.variable}
             for name, row in KEPT.items()
         }
         output.print_json({"schema": 1, "file": str(paths.config_file()), "settings": rows})
         return
     output.note(f"file: {paths.config_file()}", "dim")
     for name, row in KEPT.items():
-        value = settings[name]
+        value = shown(row, settings[name])
         text = row.default_text if value is None or value == () else show(value)
         output.print(f"{name:<14} {text:<32} {settings.sources[name]}")
+
+
+def shown(row: Setting, value: Any) -> Any:
+    """The value, but for a secret one."""
+    return "(set)" if row.secret and value is not None else value

@@ -30,6 +30,7 @@ ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name
 COMMANDS = {
     "complete": "Continue a file or a text.",
     "chat": "Talk with the model, or ask one question.",
+    "serve": "Answer other programs: the OpenAI protocol on a local port.",
     "bench": "Measure how fast the model runs here.",
     "doctor": "Check this machine and say what to repair.",
     "models": "List the models on this machine.",

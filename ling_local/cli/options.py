@@ -94,6 +94,12 @@ Layers = _option("layers")
 Shard = _option("shard")
 AcceptPattern = _option("accept_pattern")
 Breakdown = _option("breakdown")
+Host = _option("host")
+Port = _option("port")
+ApiKey = _option("api_key")
+Queue = _option("queue")
+AllowHost = _option("allow_host")
+AllowOrigin = _option("allow_origin")
 
 RARE = ("block", "device", "dtype", "ctx", "threads", "engine", "color", "quiet", "verbose", "debug", "offline")
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from ling_local.errors import ModelError
 from ling_local.text.clean import check_text
-from ling_local.types import Channel, ToolCall
+from ling_local.types import Channel, Message, ToolCall
 
 Pieces = list[tuple[Channel, str]]
 
@@ -174,7 +174,7 @@ def parse_tool_call(text: str, tools: Sequence[str] = ()) -> ToolCall:
     name = head[1] if head else ""
     if not name:
         raise ModelError("the model wrote a tool call without a name", "ask again, or rephrase the question")
-    types = _argument_types(tools, name)
+    types = argument_types(tools, name)
     arguments: dict[str, Any] = {}
     at = head.end() if head else 0
     while (key_at := text.find(_KEY, at)) >= 0:
@@ -183,8 +183,29 @@ def parse_tool_call(text: str, tools: Sequence[str] = ()) -> ToolCall:
         if value_at < 0 or text[at:value_at].strip():  # a key that has no value of its own
             continue
         value, at = _until(text, value_at + len(_VALUE), _VALUE_END)
-        arguments[key.strip()] = _value(value, types.get(key.strip()))
+        arguments[key.strip()] = read_value(value, types.get(key.strip()))
     return ToolCall(check_text(name), check_text(json.dumps(arguments, ensure_ascii=False)))
+
+
+def reads_as(text: str, first: Channel, turn: Message, tools: Sequence[str] = ()) -> bool:
+    """The text of a whole turn, as generated, says what the message says: thinking, answer and calls."""
+    channels = Channels(first)
+    said = dict.fromkeys(Channel, "")
+    for channel, piece in [*channels.push(text), *channels.close()]:
+        said[channel] += piece
+    if said[Channel.ANSWER] != turn.content:
+        return False
+    if said[Channel.THINKING].strip("\n") != (turn.reasoning or "").strip("\n"):
+        return False
+    try:
+        calls = [parse_tool_call(call, tools) for call in channels.calls]
+    except ModelError:
+        return False
+    return said[Channel.TOOL].count(_CALL) == len(turn.tool_calls) and _meanings(calls) == _meanings(turn.tool_calls)
+
+
+def _meanings(calls: Sequence[ToolCall]) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 def _until(text: str, start: int, end: str) -> tuple[str, int]:
@@ -195,12 +216,15 @@ def _until(text: str, start: int, end: str) -> tuple[str, int]:
     return text[start:].removesuffix(_CALL_END).removesuffix("\n"), len(text)
 
 
-def _value(text: str, declared: Any) -> Any:
+def read_value(text: str, declared: Any) -> Any:
+    """An argument as the model wrote it, as its declared JSON type has it; text where it is nothing else."""
     kinds = declared if isinstance(declared, list) else [declared]
     if "string" in kinds and not ("null" in kinds and text.strip() == "null"):
         return text
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant)
+        json.dumps(value, allow_nan=False)  # 1e999 is read as infinity, which is no JSON
+        return value
     except (ValueError, RecursionError):
         return text
 
@@ -209,7 +233,7 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _argument_types(tools: Sequence[str], name: str) -> Mapping[str, Any]:
+def argument_types(tools: Sequence[str], name: str) -> Mapping[str, Any]:
     """Argument name -> declared type, from the schema of the tool with this name."""
     for tool in tools:
         schema = json.loads(tool)

@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ling_local.errors import LingError, ModelError, UsageError
+from ling_local.text.channels import reads_as
 from ling_local.text.messages import json_object, map_strings, messages_from_openai, template_values
 from ling_local.text.tokenizer import Tokens
 from ling_local.types import Channel, Message
@@ -102,7 +103,8 @@ class ChatTemplate:
     ) -> list[int]:
         """Ids of the prompt; nothing is added that the template did not write. Errors as in `render`.
 
-        `Message.ids` of an assistant turn stand as they are where their text is what the template writes.
+        `Message.ids` of an assistant turn stand as they are where their text is what the template writes, or says
+        the same in another spelling (blanks between the arguments of a call).
         """
         values = template_values(messages, tools, thinking, add_generation_prompt)
         free = _free_characters(json.dumps(values, ensure_ascii=False) + self._source)
@@ -111,7 +113,7 @@ class ChatTemplate:
         coded = coder.code(self._run(_fenced(values, _edges(tokens.control), fence))).replace(fence, "")
         ids: list[int] = []
         done = 0
-        for start, end, spliced in self._splices(coder, coded, messages, thinking, add_generation_prompt):
+        for start, end, spliced in self._splices(coder, coded, messages, tools, thinking, add_generation_prompt):
             ids += coder.encode(coded[done:start])
             ids += spliced
             done = end
@@ -141,7 +143,13 @@ class ChatTemplate:
         return self._shapes[thinking]
 
     def _splices(
-        self, coder: _Coder, coded: str, messages: Sequence[Message], thinking: bool, prompted: bool
+        self,
+        coder: _Coder,
+        coded: str,
+        messages: Sequence[Message],
+        tools: Sequence[str],
+        thinking: bool,
+        prompted: bool,
     ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """Spans of the coded prompt that a turn's generated ids stand for: (start, end, ids), in order."""
         turns = [m for m in messages if m.role == "assistant"]
@@ -159,8 +167,13 @@ class ChatTemplate:
             if text is None:
                 continue
             body = text.removesuffix(closing)
+            begin = start + len(prompt)
             if coded.startswith(prompt + body + end, start):
-                yield start + len(prompt), start + len(prompt) + len(text), turn.ids
+                yield begin, begin + len(text), turn.ids
+            elif coded.startswith(prompt, start) and coder.has_control(closing):
+                stop = coded.find(closing, begin)  # of the template: people's text holds no control character
+                if stop >= 0 and reads_as(coder.spell(body), self.first_channel(thinking), turn, tools):
+                    yield begin, stop + len(text) - len(body), turn.ids
 
 
 class _Coder:
@@ -203,6 +216,14 @@ class _Coder:
             if token_id is not None:
                 pieces.append(self.code(self._tokens.token_bytes(token_id).decode()))
         return "".join(pieces)
+
+    def spell(self, coded: str) -> str:
+        """Coded text with its control tokens spelt out."""
+        spelling = {char: text for text, char in self._char.items()}
+        return self._coded.sub(lambda found: spelling[found[0]], coded)
+
+    def has_control(self, coded: str) -> bool:
+        return self._coded.search(coded) is not None
 
     def through_first_control(self, coded: str) -> str:
         """The text up to and with its first control token; all of it where there is none."""

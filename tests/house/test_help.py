@@ -14,7 +14,7 @@ from ling_local import __version__
 from ling_local.settings import TABLE
 from program import COMMAND, Program
 
-COMMANDS = ("complete", "chat", "bench", "doctor", "models", "pull", "config", "help")
+COMMANDS = ("complete", "chat", "serve", "bench", "doctor", "models", "pull", "config", "help")
 WRITTEN = ("chat", "complete", "bench", "models", "pull", "doctor", "config")  # commands with more than a list of flags
 TOPICS = ("exit-codes", "files", "keys", "scripted", "settings", "speculation", "speed", "troubleshooting")
 FAST = (
@@ -44,6 +44,8 @@ HEAVY = (
     "jinja2",
     "prompt_toolkit",
     "safetensors",
+    "starlette",
+    "uvicorn",
 )
 TESTS = Path(__file__).parents[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -238,6 +239,43 @@ def test_a_tool_call_turn_is_spliced_through_its_end(template: ChatTemplate) -> 
     following = template.encode(tokens, spliced, thinking=True)
     assert following[: len(template.encode(tokens, turns[:1], thinking=True)) + len(ids)][-len(ids) :] == ids
     assert tokens.decode(following) == written
+
+
+SPOKEN = "<tool_call>now\n<arg_key>zone</arg_key>\n<arg_value>UTC</arg_value>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("generated", "spliced"),
+    [
+        (f"look\n\n{SPOKEN}", True),  # the template writes no newline after the last argument, and one before a call
+        (f"look\n{SPOKEN}\n", True),
+        (f"look\n{SPOKEN.replace('UTC', 'CET')}", False),
+        (f"looks\n{SPOKEN}", False),
+        (f"look\n{SPOKEN}{SPOKEN}", False),
+        (f"look\n{SPOKEN}<tool_call>", False),
+    ],
+)
+def test_a_call_in_the_models_own_spelling_is_spliced_if_it_says_the_same(
+    template: ChatTemplate, generated: str, spliced: bool
+) -> None:
+    tokens = ling_tokenizer()
+    ids: list[int] = []
+    while generated:
+        spelling = next((s for s in CONTROL if generated.startswith(s)), None)
+        ids += [tokens.control[spelling]] if spelling else _odd(generated[0])
+        generated = generated[len(spelling or generated[0]) :]
+    for made in (ids, [*ids, tokens.control["<|role_end|>"]]):
+        call = ToolCall("now", '{"zone": "UTC"}')
+        turn = Message("assistant", "look" if "\n\n" not in tokens.decode(made) else "look\n", None, (call,))
+        turns = (Message("user", "time?"), turn, Message("tool", "noon"))
+        plain = template.encode(tokens, turns, thinking=False)
+        with_ids = template.encode(tokens, (turns[0], replace(turn, ids=tuple(made)), turns[2]), thinking=False)
+        prompt = template.encode(tokens, turns[:1], thinking=False)
+        assert (with_ids != plain) == spliced
+        if spliced:
+            assert with_ids[: len(prompt) + len(ids) + 1] == [*prompt, *ids, tokens.control["<|role_end|>"]]
+            after = [tokens.decode(some).partition("<role>OBSERVATION")[2] for some in (with_ids, plain)]
+            assert after[0] == after[1] != ""
 
 
 @pytest.mark.parametrize(
