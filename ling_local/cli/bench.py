@@ -76,6 +76,7 @@ def command(
     think: opt.Think = None,
     block: opt.Block = None,
     device: opt.Device = None,
+    gpus: opt.Gpus = None,
     dtype: opt.Dtype = None,
     ctx: opt.Ctx = None,
     threads: opt.Threads = None,
@@ -178,7 +179,7 @@ def _fit_together(opened: Opened, num_engines: int) -> bool:
     from ling_local.bench import machine
 
     info, memory_bytes = opened.engine.info, machine()["memory_bytes"]
-    if info.device == "cuda":  # what is free there is not known on this side; one is known to fit
+    if info.device.startswith("cuda"):  # what is free there is not known on this side; one is known to fit
         return False
     return memory_bytes is None or num_engines * info.weight_bytes < _MEMORY_SHARE * memory_bytes
 

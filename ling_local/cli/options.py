@@ -64,6 +64,7 @@ StdinWait = _option("stdin_wait")
 Speculation = _option("speculation")
 Block = _option("block")
 Device = _option("device")
+Gpus = _option("gpus")
 Dtype = _option("dtype")
 Ctx = _option("ctx")
 Threads = _option("threads")
@@ -101,7 +102,7 @@ Queue = _option("queue")
 AllowHost = _option("allow_host")
 AllowOrigin = _option("allow_origin")
 
-RARE = ("block", "device", "dtype", "ctx", "threads", "engine", "color", "quiet", "verbose", "debug", "offline")
+RARE = ("block", "device", "gpus", "dtype", "ctx", "threads", "engine", "color", "quiet", "verbose", "debug", "offline")
 
 
 def open_settings(context: typer.Context, *, warn: bool = True) -> tuple[Settings, Output]:
