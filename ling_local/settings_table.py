@@ -2,53 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-PREFIX = "LING_"
+from ling_local.setting import PREFIX, Setting, show
 
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One row of the table.
-
-    kind      "int", "float", "bool", "str", "choice" or "list" (of str)
-    flags     its options on the command line; a bool may give "--yes/--no"
-    low, high bounds, both allowed; shown: the default in words where the value says little
-    kept      may stand in config.toml and in a LING_ variable; else it is a flag only
-    secret    its value is never shown
-    """
-
-    name: str
-    kind: str
-    default: Any
-    flags: tuple[str, ...]
-    help: str
-    metavar: str = ""
-    choices: tuple[str, ...] = ()
-    low: float = -math.inf
-    high: float = math.inf
-    shown: str = ""
-    kept: bool = True
-    secret: bool = False
-
-    @property
-    def variable(self) -> str:
-        return PREFIX + self.name.upper()
-
-    @property
-    def flag(self) -> str:
-        """The long option, as a message names it."""
-        return next(part for part in self.flags[0].split("/") if part.startswith("--"))
-
-    @property
-    def default_text(self) -> str:
-        """The default as a person reads it."""
-        return self.shown or show(self.default)
-
+__all__ = ["KEPT", "PREFIX", "ROWS", "TABLE", "Setting", "show"]
 
 ROWS = (
     Setting(
@@ -221,14 +179,7 @@ ROWS = (
         "KEY=VALUE",
         shown="none",
     ),
-    Setting(
-        "explain",
-        "bool",
-        False,
-        ("--explain",),
-        "With --engine sglang: show what would be started, and end.",
-        kept=False,
-    ),
+    Setting("explain", "bool", False, ("--explain",), "Show what --engine sglang would start, and end.", kept=False),
     Setting(
         "engines",
         "str",
@@ -354,7 +305,7 @@ ROWS = (
         kept=False,
     ),
     Setting(
-        "layers", "int", 0, ("--layers",), "With --dummy: only so many layers.", "N", low=1, shown="all", kept=False
+        "layers", "int", 0, ("--layers",), "With --dummy: only so many layers.", "N", low=0, shown="all", kept=False
     ),
     Setting(
         "shard",
@@ -443,14 +394,3 @@ ROWS = (
 
 TABLE: Mapping[str, Setting] = {row.name: row for row in ROWS}
 KEPT: Mapping[str, Setting] = {row.name: row for row in ROWS if row.kept}
-
-
-def show(value: Any) -> str:
-    """A setting's value as a person writes it."""
-    if value is None or value == ():
-        return "none"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return json.dumps(list(value), ensure_ascii=False)
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from device_checks import Place, assert_near
 from emulator import ORDERS
+from ling_kernels.cuda.compile import units
 from ling_kernels.cuda.exchange import MAX_RANKS, Geometry, mail_words
 from ling_kernels.cuda.ranks import CudaRankOps
 from ling_kernels.exchange import Board, PeerTimeout, SharedExchange, board_bytes
@@ -29,7 +30,6 @@ from ling_local.types import SamplingParams, TokenRequest
 from parity import assert_bits
 from settled import SettledDevice
 
-UNITS = ("norm", "exchange", "sample", "gemm", "draft", "moe", "kda", "mla")
 VOCAB = 104  # a tokenizer's ids, in 2 parts of 56 or 4 of 28 rows: the last part is cut
 
 
@@ -72,7 +72,7 @@ class Rank:
     def __init__(self, rank: int, size: int, fd: int, folder: Path, gathered: bool, order: str) -> None:
         self.board = Board(fd, rank, size)
         self.rank, self.size, self.folder = rank, size, folder
-        self.device = SettledDevice(folder, UNITS, order=order)
+        self.device = SettledDevice(folder, units(), order=order)
         self.reference = RankOps(SharedExchange(self.board, 60.0))
         self.exchange = GatheredExchange(self.board, 60.0) if gathered else EmulatedExchange(self.board, fd)
         if gathered:  # one count of the parts that went over the board

@@ -42,6 +42,7 @@ def command(
     speculation: opt.Speculation = None,
     block: opt.Block = None,
     device: opt.Device = None,
+    gpus: opt.Gpus = None,
     dtype: opt.Dtype = None,
     ctx: opt.Ctx = None,
     threads: opt.Threads = None,

@@ -54,6 +54,7 @@ def command(
     speculation: opt.Speculation = None,
     block: opt.Block = None,
     device: opt.Device = None,
+    gpus: opt.Gpus = None,
     dtype: opt.Dtype = None,
     ctx: opt.Ctx = None,
     threads: opt.Threads = None,

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from checkpoints import write_checkpoint, write_draft
-from emulated_ranks import UNITS
 from emulator import build_unit
+from ling_kernels.cuda.compile import units
 from ling_local.engine.native import NativeEngine
 from ling_local.types import SamplingParams, TokenRequest
 
@@ -26,7 +26,7 @@ ROOT = PROGRAM.parents[1]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("emulated")
-    for name in UNITS:
+    for name in units():
         build_unit(name, folder)
     return folder
 
