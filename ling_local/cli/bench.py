@@ -11,12 +11,12 @@ import typer
 
 from ling_local.cli import options as opt
 from ling_local.cli.bench_dummy import check_dummy_flags, print_breakdown
-from ling_local.cli.bench_tables import FORMATS, SIDE_BY_SIDE
-from ling_local.cli.opening import Opened, open_model, open_other, sampling, wait_loaded
+from ling_local.cli.bench_tables import FORMATS, SIDE_BY_SIDE, lane_name
+from ling_local.cli.opening import Opened, explained, open_model, open_other, sampling, wait_loaded
 from ling_local.cli.output import Output
 from ling_local.cli.pages import Page
 from ling_local.errors import UsageError
-from ling_local.settings import TABLE, Settings, nearest
+from ling_local.settings import TABLE, Settings, nearest, parse
 
 if TYPE_CHECKING:
     from ling_local.bench import BenchPlan, BenchProgress, BenchReport
@@ -31,6 +31,7 @@ PAGE = Page(
         "ling bench --md >> notes.md",
         "ling bench --dummy tiny --device cuda --prompt-tokens 8192 --accept-pattern 3,0,7",
         "ling bench --dummy flash --shard 4 --device cuda --breakdown",
+        "ling bench --engine native,sglang -m inclusionAI/Ling-3.0-tiny --device cuda",
     ),
     rare=("prompt_tokens", "temperature", "top_p", "top_k", "seed", "think", *opt.RARE),
     defaults=(("seed", "0"), ("task", "code; all of them for --check")),
@@ -42,7 +43,8 @@ PAGE = Page(
     "drafter asked for, and compares all ids; exit code 1 if one differs. Seconds are for information.\n\n"
     "--accept-pattern makes each step accept that many drafts: the drafter, the verify pass and the commit do all of "
     "their work, and the drafts are then replaced by what the model is known to say, or not to say. The ids stay what "
-    "they are without drafts. A report of a dummy, a cut or a forced run says so in its first line.",
+    "they are without drafts. A report of a dummy, a cut or a forced run says so in its first line.\n\n"
+    "Several engines are measured one after the other, each in the modes asked for.",
 )
 _MEMORY_SHARE = 0.5  # of the machine, that weights of several engines may fill together
 
@@ -80,7 +82,9 @@ def command(
     dtype: opt.Dtype = None,
     ctx: opt.Ctx = None,
     threads: opt.Threads = None,
-    engine: opt.EngineName = None,
+    engines: opt.Engines = None,
+    sglang_arg: opt.SglangArg = None,
+    explain: opt.Explain = None,
     color: opt.Color = None,
     quiet: opt.Quiet = None,
     verbose: opt.Verbose = None,
@@ -89,9 +93,16 @@ def command(
 ) -> bool:
     """Measure how fast the model runs here: first token, time per token, tokens per second."""
     settings, output = opt.open_settings(context)
+    engines_asked = _engines(settings)
+    settings = _with(settings, "engine", engines_asked[-1])
     wanted = _format(settings, json, csv, md)
     output.json = wanted == "json"
     names = _modes(settings)
+    if settings["explain"]:
+        engine = "sglang" if "sglang" in engines_asked else settings["engine"]
+        for name in names or ("auto",):
+            explained(_with(_with(settings, "engine", engine), "speculation", name), output)
+        return True
     check_dummy_flags(settings)
     if settings["breakdown"]:
         return print_breakdown(settings, output, wanted)
@@ -101,9 +112,32 @@ def command(
         return check_and_print(settings, output, names, wanted)
     if settings["check_blocks"] != "own":
         raise UsageError("--check-blocks is for --check", "Give --check, or --block N.")
-    reports, interleaved = _measure(settings, output, names)
-    _print(reports, interleaved, output, wanted)
+    reports: tuple[BenchReport, ...] = ()
+    for name in engines_asked:
+        made, interleaved = _measure(_for_engine(settings, name, engines_asked), output, names)
+        reports += made
+    _print(reports, interleaved and len(engines_asked) == 1, output, wanted)
     return all(report.exact for report in reports)
+
+
+def _engines(settings: Settings) -> tuple[str, ...]:
+    """The engines asked for, each once. Raises UsageError."""
+    text = settings["engines"]
+    if text is None:
+        return (settings["engine"],)
+    names = tuple(dict.fromkeys(parse(TABLE["engine"], name.strip()) for name in text.split(",")))
+    if len(names) > 1 and (settings["check"] or settings["breakdown"] or settings["dummy"]):
+        flag = next(f"--{name}" for name in ("check", "breakdown", "dummy") if settings[name])
+        raise UsageError(f"{flag} is for one engine", "Name one with --engine, or leave it out.")
+    return names
+
+
+def _for_engine(settings: Settings, name: str, names: tuple[str, ...]) -> Settings:
+    """The settings of one engine's part: all on the GPU beside SGLang, and its own flags not for the others."""
+    settings = _with(settings, "engine", name)
+    if "sglang" in names and settings.is_default("device"):
+        settings = _with(settings, "device", "cuda")
+    return settings if name == "sglang" or len(names) == 1 else _with(settings, "sglang_arg", ())
 
 
 def _format(settings: Settings, json: bool, csv: bool, md: bool) -> str:
@@ -138,7 +172,7 @@ def _measure(settings: Settings, output: Output, asked: tuple[str, ...]) -> tupl
 
     names = asked or ("off", "auto")
     first = "auto" if "auto" in names else names[0]
-    with open_model(_with_speculation(settings, first), output) as opened:
+    with open_model(_with(settings, "speculation", first), output) as opened:
         wait_loaded(opened)
         names, first = _resolved(names, first, opened, output)
         plans = {name: _plan(settings, draft=name != "off") for name in names}
@@ -161,8 +195,8 @@ def _measure(settings: Settings, output: Output, asked: tuple[str, ...]) -> tupl
         return tuple(reports[name] for name in names), False
 
 
-def _with_speculation(settings: Settings, name: str) -> Settings:
-    return replace(settings, values={**settings.values, "speculation": name})
+def _with(settings: Settings, name: str, value: Any) -> Settings:
+    return replace(settings, values={**settings.values, name: value})
 
 
 def _resolved(names: tuple[str, ...], first: str, opened: Opened, output: Output) -> tuple[tuple[str, ...], str]:
@@ -228,7 +262,7 @@ def _print(reports: tuple[BenchReport, ...], interleaved: bool, output: Output, 
 
     documents = [to_json(report) for report in reports]
     for document in documents:
-        lead = f"{document['model']['drafter']}: " if len(documents) > 1 else ""
+        lead = f"{lane_name(document, documents)}: " if len(documents) > 1 else ""
         for warning in document["warnings"]:
             output.warn(lead + warning)
     if wanted == "json":

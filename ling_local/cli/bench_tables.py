@@ -52,6 +52,18 @@ def mode_name(model: Mapping[str, Any]) -> str:
     return f"{model['drafter']}/{model['block']}" if model["block"] else model["drafter"]
 
 
+def lane_name(document: Document, documents: Sequence[Document]) -> str:
+    """What tells a report from those beside it: its mode, and its engine where they differ in that."""
+    engines = {other["model"]["engine"] for other in documents}
+    lead = f"{_engine(document)} " if len(engines) > 1 else ""
+    return lead + mode_name(document["model"])
+
+
+def _engine(document: Document) -> str:
+    """The engine without its version."""
+    return document["model"]["engine"].partition(" ")[0]
+
+
 def _summaries(document: Document) -> Cells:
     """A line a figure: its name and the columns."""
     lines = []
@@ -66,7 +78,8 @@ def machine_line(document: Document) -> str:
     marks = "".join(f"[{mark}]\n" for mark in document.get("marks", ()))
     model, machine = document["model"], document["machine"]
     where = f"{machine['device']}: {machine['cpu']}, {machine['cpus']} CPUs"
-    return f"{marks}{model['id']} ({model['dtype']}) on {where}"
+    engine = "" if model.get("engine", "native") in ("native", "scripted") else f", {model['engine']}"
+    return f"{marks}{model['id']} ({model['dtype']}{engine}) on {where}"
 
 
 def _run_line(document: Document) -> str:
@@ -119,6 +132,7 @@ def _csv_rows(document: Document) -> list[dict[str, Any]]:
     model = document["model"]
     run = {
         "model": model["id"],
+        "engine": model["engine"],
         "device": document["machine"]["device"],
         "task": document["run"]["task"],
         "drafter": model["drafter"],
@@ -130,7 +144,7 @@ def _csv_rows(document: Document) -> list[dict[str, Any]]:
 
 def _columns(documents: Sequence[Document]) -> Cells:
     """A column a mode: times first, then what its drafts brought."""
-    lines: Cells = [["", *(mode_name(document["model"]) for document in documents)]]
+    lines: Cells = [["", *(lane_name(document, documents) for document in documents)]]
 
     def add(name: str, value: Callable[[Document], str]) -> None:
         lines.append([name, *(value(document) for document in documents)])
@@ -175,16 +189,31 @@ def _rate_at(document: Document, position: int) -> str:
 def _compare(documents: Sequence[Document]) -> list[str]:
     marked = max(documents, key=lambda document: len(document["marks"]))
     lines = [machine_line({**documents[0], "marks": marked["marks"]}), _run_line(documents[0])]
-    plain = next((d["decode"]["tpot_ms"]["mean"] for d in documents if d["model"]["drafter"] == "off"), None)
     for document in documents:
-        tpot = document["decode"]["tpot_ms"]["mean"]
-        if document["model"]["drafter"] != "off" and plain and tpot:
-            lines.append(f"{mode_name(document['model'])}: {plain / tpot:.2f} times as fast as off")
+        others = [other for other in documents if other is not document]
+        if document["model"]["drafter"] != "off":
+            same = [other for other in others if _engine(other) == _engine(document)]
+            lines += _faster(document, [other for other in same if other["model"]["drafter"] == "off"], documents)
+        if _engine(document) != _engine(documents[0]):
+            there = [other for other in others if _engine(other) == _engine(documents[0])]
+            mode = document["model"]["drafter"]
+            lines += _faster(document, [other for other in there if other["model"]["drafter"] == mode], documents)
     return lines
 
 
+def _faster(document: Document, beside: Sequence[Document], documents: Sequence[Document]) -> list[str]:
+    """How much faster a report's tokens come than those of the first beside it; nothing where there is none."""
+    times = [other["decode"]["tpot_ms"]["mean"] for other in (document, *beside[:1])]
+    if len(times) < 2 or not all(times):
+        return []
+    name, other = lane_name(document, documents), lane_name(beside[0], documents)
+    return [f"{name}: {times[1] / times[0]:.2f} times as fast as {other}"]
+
+
 def _table_of(documents: Sequence[Document]) -> str:
-    return "\n".join([*_compare(documents), "", aligned(_columns(documents), 22, 12)])
+    lines = _columns(documents)
+    width = max(12, *(len(name) + 2 for name in lines[0]))
+    return "\n".join([*_compare(documents), "", aligned(lines, 22, width)])
 
 
 def _markdown_of(documents: Sequence[Document]) -> str:

@@ -69,6 +69,9 @@ Dtype = _option("dtype")
 Ctx = _option("ctx")
 Threads = _option("threads")
 EngineName = _option("engine")
+Engines = _option("engines")
+SglangArg = _option("sglang_arg")
+Explain = _option("explain")
 Color = _option("color")
 Quiet = _option("quiet")
 Verbose = _option("verbose")
@@ -102,7 +105,8 @@ Queue = _option("queue")
 AllowHost = _option("allow_host")
 AllowOrigin = _option("allow_origin")
 
-RARE = ("block", "device", "gpus", "dtype", "ctx", "threads", "engine", "color", "quiet", "verbose", "debug", "offline")
+_ENGINE = ("block", "device", "gpus", "dtype", "ctx", "threads", "engine", "engines", "sglang_arg", "explain")
+RARE = (*_ENGINE, "color", "quiet", "verbose", "debug", "offline")
 
 
 def open_settings(context: typer.Context, *, warn: bool = True) -> tuple[Settings, Output]:
