@@ -27,7 +27,9 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> SettledDevice:
 
 @pytest.fixture
 def place(device: SettledDevice) -> Place:
-    return Place(DenseOps(device), "cpu", device.constant)
+    ops = DenseOps(device)
+    ops.asks = True
+    return Place(ops, "cpu", device.constant)
 
 
 @pytest.mark.parametrize("width", [8, 48, 256, 1544])
@@ -109,7 +111,6 @@ def test_a_hint_is_asked_for_once_and_changes_nothing(device: SettledDevice, pla
     later, state = place.weight(700, 40, seed=3), torch.zeros(2, 50, 8)
     mlp = MlpParams(place.weight(96, 136, seed=4), place.weight(136, 48, seed=5))
     ops = place.ops
-    ops.asks = True
     for run in (lambda: ops.linear(x, weight, 3), lambda: ops.head(x, weight, 3), lambda: ops.mlp(x, mlp, 3)):
         want = run()[:3].clone()
         device.asked.clear()
