@@ -35,8 +35,8 @@ RUNS, STEPS = 5, 40
 
 
 def begin(state: SequenceState, context: int) -> None:
-    """As if `context` tokens had been through the model, and without end. Drafts are random: equal rows would choose the
-    same experts."""
+    """As if `context` tokens had been through the model, and without end. Drafts are random: equal rows would
+    choose the same experts."""
     state.reserve(context + 2048)
     state.begin(context, 1, 1 << 40, [], SamplingParams(temperature=0.0))
     state.drafts.random_(state.sampling.vocab)
