@@ -9,9 +9,11 @@ from ling_kernels.cuda.driver import Argument
 
 # Places of such arguments: written several kernels earlier, and by none that may still run. (history and state; keys
 # and values below the window, positions, length; norms side by side since their first use; the residual stream, to
-# which a partial is added)
+# which a partial is added; the plan of the experts)
 SETTLED = {
     "exchange_norm": (1,),
+    "experts_down_8": (3,),
+    "experts_down_16": (3,),
     "kda_verify_sums": (5, 6),
     "kda_verify_sums_uneven": (5, 6),
     "mla_query": (12,),

@@ -234,6 +234,7 @@ inline uint4 load_activations(const void* from) { return load_weights(from, true
 inline uint4 load16(const void* from, bool live = true) { return load_weights(from, live); }
 inline float load_settled(const float* from) { return *from; }
 inline i64 load_settled(const i64* from) { return *from; }
+inline u32 load_settled(const u32* from) { return *from; }
 inline bf16 load_settled(const bf16* from) { return *from; }
 inline uint2 load_settled(const uint2* from) {
   if (uintptr_t(from) & 7) emulator::fail("an 8-byte load is not aligned");

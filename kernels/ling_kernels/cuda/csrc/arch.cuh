@@ -206,6 +206,11 @@ __device__ __forceinline__ float load_settled(const float* from) {
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from));
   return v;
 }
+__device__ __forceinline__ u32 load_settled(const u32* from) {
+  u32 v;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
 __device__ __forceinline__ i64 load_settled(const i64* from) {
   i64 v;
   asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(from));

@@ -310,24 +310,23 @@ __device__ __forceinline__ void down(
   const Down<NT> walk(experts, x, pitch, live, width);
   Chunk ring[DEPTH];
   uint4 in[DEPTH][NT];
+  // The plan is settled: every block of gate_up is past its own wait, so whoever wrote the plan has finished.
+  const int slots = int(load_settled(experts.plan));
+  for (int s = threadIdx.x; s < MAX_SLOTS + DEPTH + 1; s += blockDim.x) {
+    ids[s] = s < slots ? load_settled(experts.plan + PLAN_IDS + s) : 0;
+  }
+  __syncthreads();
   Walk ahead = {0, 0};
-  // the shared expert's chunks need no plan
 #pragma unroll
   for (int s = 0; s < DEPTH; ++s) {
-    if (ahead.slot == 0) walk.weights(ring[s], ahead, 0, true);
+    walk.weights(ring[s], ahead, ids[ahead.slot], ahead.slot < slots);
     ahead = walk.next(ahead);
   }
   wait_for_producer();
   let_next_start();
-  const int slots = int(experts.plan[0]);
-  for (int s = threadIdx.x; s < MAX_SLOTS + DEPTH + 1; s += blockDim.x) {
-    ids[s] = s < slots ? experts.plan[PLAN_IDS + s] : 0;
-  }
-  __syncthreads();
   ahead = {0, 0};
 #pragma unroll
   for (int s = 0; s < DEPTH; ++s) {
-    if (ahead.slot > 0) walk.weights(ring[s], ahead, ids[ahead.slot], ahead.slot < slots);
     walk.tokens(in[s], ahead, slots);
     ahead = walk.next(ahead);
   }
