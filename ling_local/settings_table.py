@@ -1,54 +1,13 @@
-"""The one table of settings: name, type, default, flag, LING_ variable, help. Values are settled in settings.py."""
+"""The one table of settings. Values are settled in settings.py."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-PREFIX = "LING_"
+from ling_local.setting import PREFIX, Setting, show
+from ling_local.settings_bench import BENCH_ROWS
 
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One row of the table.
-
-    kind      "int", "float", "bool", "str", "choice" or "list" (of str)
-    flags     its options on the command line; a bool may give "--yes/--no"
-    low, high bounds, both allowed; shown: the default in words where the value says little
-    kept      may stand in config.toml and in a LING_ variable; else it is a flag only
-    secret    its value is never shown
-    """
-
-    name: str
-    kind: str
-    default: Any
-    flags: tuple[str, ...]
-    help: str
-    metavar: str = ""
-    choices: tuple[str, ...] = ()
-    low: float = -math.inf
-    high: float = math.inf
-    shown: str = ""
-    kept: bool = True
-    secret: bool = False
-
-    @property
-    def variable(self) -> str:
-        return PREFIX + self.name.upper()
-
-    @property
-    def flag(self) -> str:
-        """The long option, as a message names it."""
-        return next(part for part in self.flags[0].split("/") if part.startswith("--"))
-
-    @property
-    def default_text(self) -> str:
-        """The default as a person reads it."""
-        return self.shown or show(self.default)
-
+__all__ = ["KEPT", "PREFIX", "ROWS", "TABLE", "Setting", "show"]
 
 ROWS = (
     Setting(
@@ -258,114 +217,6 @@ ROWS = (
     ),
     Setting("all", "bool", False, ("--all", "-a"), "List what can be fetched, too.", kept=False),
     Setting(
-        "format",
-        "choice",
-        "table",
-        ("--format",),
-        "What stdout gets.",
-        choices=("table", "json", "csv", "md"),
-        kept=False,
-    ),
-    Setting(
-        "prompt_tokens",
-        "int",
-        0,
-        ("--prompt-tokens",),
-        "Tokens of prompt, about.",
-        "N",
-        low=0,
-        shown="0, the task's own prompt",
-        kept=False,
-    ),
-    Setting("tokens", "int", 128, ("--tokens",), "Tokens per repetition.", "N", low=1, kept=False),
-    Setting("repetitions", "int", 5, ("--repetitions", "-r"), "Timed runs.", "N", low=1, kept=False),
-    Setting("warmup", "int", 1, ("--warmup",), "Runs before the timed ones.", "N", low=0, kept=False),
-    Setting(
-        "task",
-        "choice",
-        "code",
-        ("--task",),
-        "What is generated.",
-        choices=("code", "prose", "chat"),
-        kept=False,
-    ),
-    Setting(
-        "modes",
-        "str",
-        None,
-        ("--modes",),
-        "Drafters to measure side by side, with commas: off, auto, mtp, dspark.",
-        "LIST",
-        shown="off and the model's drafter",
-        kept=False,
-    ),
-    Setting(
-        "full_width",
-        "bool",
-        False,
-        ("--full-width",),
-        "Verify every draft of every step, also where plain steps would be faster.",
-        kept=False,
-    ),
-    Setting(
-        "dummy",
-        "choice",
-        None,
-        ("--dummy",),
-        "Random weights in a published shape in place of a model: times are real, the text is not.",
-        choices=("tiny", "flash"),
-        shown="none",
-        kept=False,
-    ),
-    Setting(
-        "layers", "int", 0, ("--layers",), "With --dummy: only so many layers.", "N", low=1, shown="all", kept=False
-    ),
-    Setting(
-        "shard",
-        "int",
-        1,
-        ("--shard",),
-        "With --dummy: one rank's part of so many, without the exchange between them.",
-        "N",
-        low=1,
-        kept=False,
-    ),
-    Setting(
-        "accept_pattern",
-        "str",
-        None,
-        ("--accept-pattern",),
-        "Force how many drafts each step accepts, with commas, and from the beginning again.",
-        "LIST",
-        shown="none",
-        kept=False,
-    ),
-    Setting(
-        "breakdown",
-        "bool",
-        False,
-        ("--breakdown",),
-        "With --dummy: time each op of a step instead, cold, beside its floor.",
-        kept=False,
-    ),
-    Setting(
-        "check",
-        "bool",
-        False,
-        ("--check",),
-        "Compare the ids with and without drafts on every bundled prompt; exit code 1 if one differs.",
-        kept=False,
-    ),
-    Setting(
-        "check_blocks",
-        "choice",
-        "own",
-        ("--check-blocks",),
-        "Block sizes that --check tries: the one in force, or all from 1 up.",
-        choices=("own", "all"),
-        kept=False,
-    ),
-    Setting(
         "host",
         "str",
         "127.0.0.1",
@@ -403,18 +254,8 @@ ROWS = (
         "URL",
         shown="none",
     ),
+    *BENCH_ROWS,
 )
 
 TABLE: Mapping[str, Setting] = {row.name: row for row in ROWS}
 KEPT: Mapping[str, Setting] = {row.name: row for row in ROWS if row.kept}
-
-
-def show(value: Any) -> str:
-    """A setting's value as a person writes it."""
-    if value is None or value == ():
-        return "none"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return json.dumps(list(value), ensure_ascii=False)
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -47,44 +47,18 @@ PAGE = Page(
 _MEMORY_SHARE = 0.5  # of the machine, that weights of several engines may fill together
 
 
+@opt.flags(
+    "tokens repetitions requests warmup task model modes speculation full_width",
+    "dummy layers shard accept_pattern breakdown check check_blocks format save compare plot prompt_tokens",
+    *opt.SAMPLING,
+    "think",
+    *opt.RARE,
+)
 def command(
     context: typer.Context,
-    tokens: opt.Tokens = None,
-    repetitions: opt.Repetitions = None,
-    warmup: opt.Warmup = None,
-    task: opt.Task = None,
-    model: opt.Model = None,
-    modes: opt.Modes = None,
-    speculation: opt.Speculation = None,
-    full_width: opt.FullWidth = None,
-    dummy: opt.Dummy = None,
-    layers: opt.Layers = None,
-    shard: opt.Shard = None,
-    accept_pattern: opt.AcceptPattern = None,
-    breakdown: opt.Breakdown = None,
-    check: opt.Check = None,
-    check_blocks: opt.CheckBlocks = None,
-    format: opt.Format = None,
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="The same as --format csv: a row a repetition.")] = False,
     md: Annotated[bool, typer.Option("--md", help="The same as --format md.")] = False,
-    prompt_tokens: opt.PromptTokens = None,
-    temperature: opt.Temperature = None,
-    top_p: opt.TopP = None,
-    top_k: opt.TopK = None,
-    seed: opt.Seed = None,
-    think: opt.Think = None,
-    block: opt.Block = None,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    ctx: opt.Ctx = None,
-    threads: opt.Threads = None,
-    engine: opt.EngineName = None,
-    color: opt.Color = None,
-    quiet: opt.Quiet = None,
-    verbose: opt.Verbose = None,
-    debug: opt.Debug = None,
-    offline: opt.Offline = None,
 ) -> bool:
     """Measure how fast the model runs here: first token, time per token, tokens per second."""
     settings, output = opt.open_settings(context)
