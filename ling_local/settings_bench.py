@@ -87,7 +87,7 @@ BENCH_ROWS = (
         kept=False,
     ),
     Setting(
-        "layers", "int", 0, ("--layers",), "With --dummy: only so many layers.", "N", low=1, shown="all", kept=False
+        "layers", "int", 0, ("--layers",), "With --dummy: only so many layers.", "N", low=0, shown="0, all", kept=False
     ),
     Setting(
         "shard",

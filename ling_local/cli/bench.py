@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ling_local.cli import options as opt
 from ling_local.cli.bench_dummy import check_dummy_flags, print_breakdown
-from ling_local.cli.bench_tables import FORMATS, SIDE_BY_SIDE
+from ling_local.cli.bench_files import check_files, command_line, save, write
+from ling_local.cli.bench_tables import FORMATS, aligned, compared_cells, compared_lines, mode_name, warnings
 from ling_local.cli.opening import Opened, open_model, open_other, sampling, wait_loaded
 from ling_local.cli.output import Output
 from ling_local.cli.pages import Page
+from ling_local.engine.protocol import EngineInfo
 from ling_local.errors import UsageError
 from ling_local.settings import TABLE, Settings, nearest
 
 if TYPE_CHECKING:
     from ling_local.bench import BenchPlan, BenchProgress, BenchReport
+    from ling_local.bench.report import Document
 
 PAGE = Page(
     "[OPTIONS]",
@@ -28,6 +33,9 @@ PAGE = Page(
         "ling bench --modes off,mtp,dspark --task prose",
         "ling bench --speculation off --tokens 500 -r 10 --json | jq .decode.tpot_ms.p99",
         "ling bench --check --tokens 500 --modes mtp,dspark --check-blocks all --full-width",
+        "ling bench --task random --requests 20           as the public record: 8,192 tokens in, 1,024 out",
+        "ling bench --save before.json; ling bench --compare before.json",
+        "ling bench --tokens 1000 --plot speed.svg",
         "ling bench --md >> notes.md",
         "ling bench --dummy tiny --device cuda --prompt-tokens 8192 --accept-pattern 3,0,7",
         "ling bench --dummy flash --shard 4 --device cuda --breakdown",
@@ -44,7 +52,10 @@ PAGE = Page(
     "their work, and the drafts are then replaced by what the model is known to say, or not to say. The ids stay what "
     "they are without drafts. A report of a dummy, a cut or a forced run says so in its first line.",
 )
+DEFAULT_TOKENS = 128
 _MEMORY_SHARE = 0.5  # of the machine, that weights of several engines may fill together
+_GPU_SHARE, _GPU_EXTRA_BYTES = 1.3, 3 << 30  # a drafter, its cache; a context, graphs, buffers
+_BAR = 20
 
 
 @opt.flags(
@@ -66,17 +77,32 @@ def command(
     output.json = wanted == "json"
     names = _modes(settings)
     check_dummy_flags(settings)
+    _check_task_flags(settings)
+    then = check_files(settings)
     if settings["breakdown"]:
         return print_breakdown(settings, output, wanted)
     if settings["check"]:
         from ling_local.cli.bench_check import check_and_print
 
         return check_and_print(settings, output, names, wanted)
-    if settings["check_blocks"] != "own":
-        raise UsageError("--check-blocks is for --check", "Give --check, or --block N.")
     reports, interleaved = _measure(settings, output, names)
-    _print(reports, interleaved, output, wanted)
+    _deliver(reports, "interleaved" if interleaved else "one after the other", settings, output, wanted, then)
     return all(report.exact for report in reports)
+
+
+def _check_task_flags(settings: Settings) -> None:
+    """UsageError where flags of one task or of --check are given for another."""
+    is_random = settings["task"] == "random"
+    if settings["check_blocks"] != "own" and not settings["check"]:
+        raise UsageError("--check-blocks is for --check", "Give --check, or --block N.")
+    if settings["check"] and settings["accept_pattern"] is not None:
+        raise UsageError("--check compares what drafts do, and --accept-pattern decides it", "Give one of them.")
+    if settings["check"] and is_random:
+        raise UsageError("--check has prompts of its own; --task random is for measuring", "Leave one of them away.")
+    if settings["requests"] is not None and not is_random:
+        raise UsageError("--requests is for --task random", "Give --repetitions N.")
+    if settings["requests"] is not None and not settings.is_default("repetitions"):
+        raise UsageError("both --requests and --repetitions are given", "Give one of them.")
 
 
 def _format(settings: Settings, json: bool, csv: bool, md: bool) -> str:
@@ -151,9 +177,14 @@ def _resolved(names: tuple[str, ...], first: str, opened: Opened, output: Output
 def _fit_together(opened: Opened, num_engines: int) -> bool:
     from ling_local.bench import machine
 
-    info, memory_bytes = opened.engine.info, machine()["memory_bytes"]
-    if info.device == "cuda":  # what is free there is not known on this side; one is known to fit
-        return False
+    return fit_together(opened.engine.info, num_engines, machine()["memory_bytes"])
+
+
+def fit_together(info: EngineInfo, num_engines: int, memory_bytes: int | None) -> bool:
+    """Whether so many engines like this one may be open at once. memory_bytes: of the machine, None where unknown."""
+    if info.device == "cuda":  # the first one's weights and state, and what a drafter, a context and graphs may take
+        each = info.weight_bytes + info.state_bytes
+        return num_engines * (_GPU_SHARE * each + _GPU_EXTRA_BYTES) < info.free_bytes
     return memory_bytes is None or num_engines * info.weight_bytes < _MEMORY_SHARE * memory_bytes
 
 
@@ -168,45 +199,77 @@ def _all_open(opened: Opened, names: Sequence[str], first: str, settings: Settin
 
 
 def _plan(settings: Settings, draft: bool) -> BenchPlan:
-    from ling_local.bench import BenchPlan
+    from ling_local.bench import RANDOM_IN, RANDOM_OUT, BenchPlan
 
     params = sampling(settings)
+    is_random, prompt_tokens = settings["task"] == "random", settings["prompt_tokens"]
     return BenchPlan(
-        tokens=settings["tokens"],
-        repetitions=settings["repetitions"],
+        tokens=settings["tokens"] or (RANDOM_OUT if is_random else DEFAULT_TOKENS),
+        repetitions=settings["requests"] or settings["repetitions"],
         warmup=settings["warmup"],
         task=settings["task"],
-        prompt_tokens=settings["prompt_tokens"],
+        prompt_tokens=prompt_tokens or (RANDOM_IN if is_random else 0),
         sampling=params if settings["seed"] is not None else replace(params, seed=0),
         thinking=settings["think"],
         draft=draft,
         full_width=settings["full_width"] or settings["accept_pattern"] is not None,
+        may_shorten=is_random and not prompt_tokens,
     )
 
 
 def _shower(output: Output) -> Callable[[BenchProgress], None]:
+    begun = time.monotonic()
+
     def show(progress: BenchProgress) -> None:
         lane = f"{progress.lane}, " if progress.lane else ""
         text = f"{lane}{progress.stage} {progress.repetition}/{progress.repetitions}"
         if output.stderr.live:
-            output.progress(f"{text}: {progress.tokens}/{progress.tokens_wanted} tokens")
+            output.progress(bar(text, progress, time.monotonic() - begun)[: output.columns - 1])
         elif progress.tokens == 0:
             output.note(f"ling: {text}")
 
     return show
 
 
-def _print(reports: tuple[BenchReport, ...], interleaved: bool, output: Output, wanted: str) -> None:
-    from ling_local.bench import modes_to_json, to_json
+def bar(text: str, progress: BenchProgress, seconds: float) -> str:
+    """One line: where the run is, how much of all is done, and about how long the rest takes."""
+    full = int(_BAR * progress.share)
+    left = seconds * (1 - progress.share) / progress.share if progress.share else 0.0
+    rest = f", {left:.0f} s left" if progress.share and seconds > 1 else ""
+    tokens = f"{progress.tokens}/{progress.tokens_wanted} tokens"
+    return f"[{'#' * full}{'.' * (_BAR - full)}] {100 * progress.share:3.0f} %  {text}: {tokens}{rest}"
 
-    documents = [to_json(report) for report in reports]
-    for document in documents:
-        lead = f"{document['model']['drafter']}: " if len(documents) > 1 else ""
-        for warning in document["warnings"]:
-            output.warn(lead + warning)
+
+def _deliver(
+    reports: tuple[BenchReport, ...],
+    order: str,
+    settings: Settings,
+    output: Output,
+    wanted: str,
+    then: tuple[Document, ...],
+) -> None:
+    """Write the files first, which nobody can interrupt with a closed pipe, then stdout."""
+    from ling_local.bench import compare, modes_to_json, plot, to_json
+
+    output.clear_progress()
+    again = command_line(settings)
+    documents = [to_json(report, again) for report in reports]
+    alone = len(documents) == 1
+    document = documents[0] if alone else modes_to_json(reports, order, again)
+    compared = compare(documents, then, settings["compare"]) if then else None
+    if compared:
+        document["compared"] = compared
+    save(settings, document)
+    if settings["plot"] is not None:
+        names = [mode_name(document["model"]) for document in documents]
+        title = f"{reports[0].info.model}, task {reports[0].plan.task}: {reports[0].plan.tokens:,} tokens"
+        write(Path(settings["plot"]).expanduser(), plot(reports, names, title))
+    if wanted in ("json", "csv") or not output.stdout.terminal:  # else a person reads them in the table
+        for warning in warnings(documents):
+            output.warn(warning)
     if wanted == "json":
-        output.print_json(documents[0] if len(documents) == 1 else modes_to_json(reports, interleaved))
-    elif len(documents) == 1:
-        output.print(FORMATS[wanted](documents[0]))
-    else:
-        output.print(SIDE_BY_SIDE[wanted](documents))
+        output.print_json(document)
+        return
+    output.print(FORMATS[wanted](documents, "" if alone else order, compared))
+    if compared and wanted == "csv":
+        output.note("\n".join([*compared_lines(compared), aligned(compared_cells(compared), 32, 15)]))
