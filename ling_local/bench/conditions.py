@@ -18,6 +18,7 @@ from ling_local.bench.machine import usable_cpus
 
 _PROC = Path("/proc")
 _SMI_S = 10.0
+_LEAST_S = 1.0  # the kernel counts in hundredths of a second: nothing is known of a shorter run
 _SMI_FIELDS = {
     "name": "name",
     "driver": "driver_version",
@@ -37,7 +38,7 @@ CPU_DOUBT, STEAL_DOUBT = 0.1, 0.02  # of each CPU that we may use
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Over the time of a run; None where the system does not tell.
+    """Over the time of a run; None where the system does not tell, or the run was too short to say.
 
     others_cpus  CPUs, as a mean, that worked for other processes; stolen: share of the time that a hypervisor kept
     load_1m      load average at the beginning; gpu, gpu_after: what the driver says of the GPU
@@ -94,10 +95,10 @@ class Watch:
         """What went on since."""
         begin, end, cpus = self._begin, _counters(), len(usable_cpus())
         gpu_after = read_gpu(self._gpu_name) if self._gpu_name else None
-        if begin is None or end is None or end.at_s <= begin.at_s:
+        if begin is None or end is None or end.at_s - begin.at_s < _LEAST_S:
             return Conditions(cpus, self._load, gpu=self._gpu, gpu_after=gpu_after)
         ticks = (end.at_s - begin.at_s) * os.sysconf("SC_CLK_TCK")
-        others = max(0.0, (end.busy - begin.busy) - (end.ours - begin.ours)) / ticks
+        others = min(max(0.0, (end.busy - begin.busy) - (end.ours - begin.ours)) / ticks, cpus)
         stolen = (end.stolen - begin.stolen) / ticks / cpus
         return Conditions(cpus, self._load, others, stolen, self._gpu, gpu_after)
 

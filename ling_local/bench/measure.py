@@ -148,21 +148,25 @@ def _repeat(lane: Lane, text_model: TextModel, index: int, count: _Count) -> Sam
     if plan.draft and lane.engine.info.forced:
         _say_once(lane.engine, text_model, request, ids)
     elif plan.task in ("chat", "random"):
-        forget(lane.engine, ids[0])
+        forget(lane.engine, _first_id(text_model, request, ids))
     sample = _measure(lane.engine, text_model, request, ids, tell)
     count.add(tokens)
     return sample
 
 
-def _say_once(engine: Engine, text_model: TextModel, request: Request, ids: Sequence[int]) -> None:
+def _say_once(engine: Engine, text_model: TextModel, request: Request, ids: Sequence[int] | None) -> None:
     """Let the engine hear its own answer without drafts, which forced accept counts are made from, and forget it."""
     for _ in generate(engine, text_model, replace(request, draft=False), ids=ids):
         pass
-    forget(engine, ids[0])
+    forget(engine, _first_id(text_model, request, ids))
+
+
+def _first_id(text_model: TextModel, request: Request, ids: Sequence[int] | None) -> int:
+    return (ids or text_model.encode(request))[0]
 
 
 def _measure(
-    engine: Engine, text_model: TextModel, request: Request, ids: Sequence[int], tell: Callable[[int], None]
+    engine: Engine, text_model: TextModel, request: Request, ids: Sequence[int] | None, tell: Callable[[int], None]
 ) -> Sample:
     times: list[float] = []
     counts: list[int] = []
@@ -178,8 +182,8 @@ def _measure(
     raise AssertionError("a generation ends with Finish or an exception")
 
 
-def _request(text_model: TextModel, plan: BenchPlan, index: int, tokens: int) -> tuple[Request, list[int]]:
-    """The request of a repetition and its prompt's ids."""
+def _request(text_model: TextModel, plan: BenchPlan, index: int, tokens: int) -> tuple[Request, list[int] | None]:
+    """The request of a repetition; the prompt's ids where it is none of text, whose encoding is timed, too."""
     request = Request(
         "",
         replace(plan.sampling, seed=plan.sampling.seed + index),
@@ -192,5 +196,4 @@ def _request(text_model: TextModel, plan: BenchPlan, index: int, tokens: int) ->
     if plan.task == "random":
         return request, random_ids(text_model, plan.sampling.seed + index, plan.prompt_tokens or RANDOM_IN)
     text = with_first_word(text_model, bundled(plan.task)[0], index, plan.prompt_tokens)
-    request = replace(request, prompt=as_prompt(plan.task, text))
-    return request, text_model.encode(request)
+    return replace(request, prompt=as_prompt(plan.task, text)), None
