@@ -187,7 +187,12 @@ def test_one_mode_is_one_report(scripted, flags: tuple[str, ...], env: dict[str,
     text = scripted("bench", "--tokens", "10", "-r", "2", *flags, block=3, env=env).text
     rows = {line[:22].strip(): line[22:].split() for line in text.splitlines()}
     assert rows[""] == ["dspark/3"]
-    assert (rows["accept length"], rows["steps"], rows["drafted"], rows["accepted"]) == (["2.50"], ["8"], ["24"], ["12"])
+    assert (rows["accept length"], rows["steps"], rows["drafted"], rows["accepted"]) == (
+        ["2.50"],
+        ["8"],
+        ["24"],
+        ["12"],
+    )
     assert [rows[f"position {number} %"] for number in (1, 2, 3)] == [["75.0"], ["50.0"], ["25.0"]]
     assert "; modes" not in text
 
