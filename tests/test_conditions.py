@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import stat
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ling_local.bench.conditions import Conditions, Watch, read_gpu, throttles
+from ling_local.bench.conditions import Conditions, Watch, family, read_gpu, throttles
 from ling_local.bench.machine import machine, version
 
 ROOM = sys.modules["ling_local.bench.machine"]  # its package has a function of the same name
@@ -31,6 +32,7 @@ def test_work_of_our_own_and_of_our_children_is_not_that_of_others() -> None:
     watch = Watch()
     child = multiprocessing.get_context("spawn").Process(target=spin, args=(0.8,))
     child.start()
+    assert {os.getpid(), child.pid} <= family()
     spin(0.8)
     child.join()
     time.sleep(0.3)
@@ -39,7 +41,7 @@ def test_work_of_our_own_and_of_our_children_is_not_that_of_others() -> None:
     assert quiet.load_1m is not None
     # somebody else's work, though started by us: it leaves our family as its parent ends
     watch = Watch()
-    loop = "import os, time\nif os.fork(): os._exit(0)\nend = time.process_time() + 3\nwhile time.process_time() < end: pass"
+    loop = "import os, time\nif os.fork(): os._exit(0)\nwhile time.process_time() < 3: pass"
     subprocess.run([sys.executable, "-c", loop], check=True)
     time.sleep(2)
     busy = watch.end()

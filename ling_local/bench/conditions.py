@@ -107,7 +107,7 @@ def _counters() -> _Counters | None:
     """None where there is no /proc."""
     try:
         lines = (_PROC / "stat").read_text(encoding="ascii").splitlines()
-        ours = sum(_ticks_of(pid) for pid in _family())
+        ours = sum(_ticks_of(pid) for pid in family())
     except (OSError, ValueError):
         return None
     wanted = {f"cpu{number}" for number in usable_cpus()}
@@ -117,7 +117,7 @@ def _counters() -> _Counters | None:
     return _Counters(busy, ours, sum(row[7] for row in rows), time.monotonic())
 
 
-def _family() -> set[int]:
+def family() -> set[int]:
     """This process and all that descend from it, the engine's workers among them."""
     parents: dict[int, int] = {}
     for entry in _PROC.iterdir():
