@@ -33,7 +33,7 @@ from ling_local.engine.script import read_script
 from ling_local.engine.scripted import ScriptedEngine
 from ling_local.errors import ContextTooLong, UsageError
 from ling_local.generate import TextModel
-from ling_local.types import SamplingParams, Stats, TokenRequest
+from ling_local.types import Message, Request, SamplingParams, Stats, TokenRequest
 
 Write = Callable[..., Path]
 BLOCKS = {"steps": [{"tokens": ["a", "b", "c", "d"], "delay_ms": 20}], "loop": True, "prefill_ms": 50}
@@ -386,3 +386,25 @@ def test_p99_of_many_values_is_the_99th_percentile() -> None:
 
 def test_no_values_give_no_summary() -> None:
     assert summarise([]) is None
+
+
+def test_a_chat_that_is_timed_begins_as_every_chat_does(write_script: Write) -> None:
+    """C073: the template's beginning, once, and the question as text."""
+    path = write_script(BLOCKS, clock="virtual")
+    engine, text_model = ScriptedEngine(read_script(path)), TextModel.load(EngineSpec(str(path), "scripted"))
+    asked: list[tuple[int, ...]] = []
+
+    class Watched(ScriptedEngine):
+        def generate(self, request: TokenRequest) -> Any:
+            asked.append(request.ids)
+            return super().generate(request)
+
+    run_bench(Watched(read_script(path)), text_model, BenchPlan(task="chat", tokens=2, repetitions=2), watch=Still())
+    hello = text_model.encode(Request((Message("user", "hi"),)))
+    start = hello[: hello.index(ord("h"))]
+    assert engine.info.context_limit > len(start) > 0
+    prompts = [ids for ids in asked if len(ids) > 1]
+    assert len(prompts) == 3
+    assert all(
+        list(ids[: len(start)]) == start and list(ids).count(start[0]) == hello.count(start[0]) for ids in prompts
+    )
