@@ -1,4 +1,4 @@
-"""What a setting is: name, type, default, flag, LING_ variable, help."""
+"""What a setting is: one row of the table in settings_table.py, and how its value is shown."""
 
 from __future__ import annotations
 

@@ -135,6 +135,15 @@ ROWS = (
     ),
     Setting("device", "choice", "cpu", ("--device",), "Where to run.", choices=("cpu", "cuda")),
     Setting(
+        "gpus",
+        "str",
+        None,
+        ("--gpus",),
+        "GPUs to use as one, by number; 1, 2, 4 or 8 of them.",
+        "0,1,...",
+        shown="as many as the model needs",
+    ),
+    Setting(
         "dtype",
         "choice",
         None,

@@ -25,6 +25,8 @@ HERE = Path(__file__).parent / "kernels" / "emulator"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 KERNEL = re.compile(r'extern "C"\s+(?:\[\[\w+\]\]\s+)?void\s+(\w+)\s*\(')
 
+NAMED = re.compile(r"^EMULATED\((\w+)\)", re.MULTILINE)
+
 ORDERS = ("in turn", "backwards", "warp by warp")
 
 
@@ -41,27 +43,31 @@ class Unit:
 
 
 def build_unit(name: str, folder: Path) -> Unit:
-    """Compile `name`.cu and the emulator into a library in `folder`."""
-    for path in SOURCES.glob("*.cu*"):
-        shutil.copy(path, folder)
-    for path in HERE.glob("*.c*"):
-        shutil.copy(path, folder)
-    source = folder / f"emulated_{name}.cpp"
-    source.write_text(f'#include "emulator.cpp"\n#include "{name}.cu"\n')
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w"]
-    text = _run([COMPILER, *flags, "-E", "-P", str(source)])
-    kernels = tuple(k for k in dict.fromkeys(KERNEL.findall(text)) if not k.startswith("emulator_"))
-    with source.open("a") as file:
-        file.writelines(f"EMULATED({kernel})\n" for kernel in kernels)
-    library = folder / f"{name}.so"
-    _run([COMPILER, *flags, str(source), "-o", str(library)])
+    """Compile `name`.cu and the emulator into a library in `folder`, or find it there."""
+    source, library = folder / f"emulated_{name}.cpp", folder / f"{name}.so"
+    if not library.exists():
+        _compile(name, folder, source, library)
     loaded = ctypes.CDLL(str(library))
     loaded.emulator_allocate.restype = ctypes.c_void_p
     loaded.emulator_allocate.argtypes = [ctypes.c_size_t]
     loaded.emulator_free.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     loaded.emulator_asked.restype = ctypes.c_size_t
     loaded.emulator_launch.restype = ctypes.c_char_p
-    return Unit(loaded, kernels)
+    return Unit(loaded, tuple(NAMED.findall(source.read_text())))
+
+
+def _compile(name: str, folder: Path, source: Path, library: Path) -> None:
+    for path in SOURCES.glob("*.cu*"):
+        shutil.copy(path, folder)
+    for path in HERE.glob("*.c*"):
+        shutil.copy(path, folder)
+    source.write_text(f'#include "emulator.cpp"\n#include "{name}.cu"\n')
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w"]
+    text = _run([COMPILER, *flags, "-E", "-P", str(source)])
+    kernels = tuple(k for k in dict.fromkeys(KERNEL.findall(text)) if not k.startswith("emulator_"))
+    with source.open("a") as file:
+        file.writelines(f"EMULATED({kernel})\n" for kernel in kernels)
+    _run([COMPILER, *flags, str(source), "-o", str(library)])
 
 
 def _run(command: list[str]) -> str:

@@ -182,7 +182,9 @@ def _fit_together(opened: Opened, num_engines: int) -> bool:
 
 def fit_together(info: EngineInfo, num_engines: int, memory_bytes: int | None) -> bool:
     """Whether so many engines like this one may be open at once. memory_bytes: of the machine, None where unknown."""
-    if info.device == "cuda":  # the first one's weights and state, and what a drafter, a context and graphs may take
+    if info.device.startswith(
+        "cuda"
+    ):  # the first one's weights and state, and what a drafter, a context and graphs may take
         each = info.weight_bytes + info.state_bytes
         return num_engines * (_GPU_SHARE * each + _GPU_EXTRA_BYTES) < info.free_bytes
     return memory_bytes is None or num_engines * info.weight_bytes < _MEMORY_SHARE * memory_bytes

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from ling_local.bench.report import Document
 
 # what decides about the figures, in the order of a command line; not how they are shown
-_REPEATED = """
+REPEATED = """
     model dummy layers shard task prompt_tokens tokens repetitions requests warmup modes speculation block full_width
-    accept_pattern breakdown check check_blocks temperature top_p top_k seed think device dtype ctx threads engine
+    accept_pattern breakdown check check_blocks temperature top_p top_k seed think device gpus dtype ctx threads engine
 """
 
 
 def command_line(settings: Settings) -> str:
     """`ling bench` with a flag for everything that is not at its default, also where a variable or file said so."""
     words = ["ling", "bench"]
-    for name in _REPEATED.split():
+    for name in REPEATED.split():
         row, value = TABLE[name], settings[name]
         if settings.is_default(name) or value is None:
             continue

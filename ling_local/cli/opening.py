@@ -83,10 +83,21 @@ def model_spec(settings: Settings) -> tuple[EngineSpec, Settings]:
         block=settings["block"] or 0,
         context=settings["ctx"],
         threads=settings["threads"],
+        gpus=gpu_numbers(settings["gpus"]),
         dummy=dummy,
         accept=accept_pattern(settings) if settings["speculation"] != "off" else (),
     )
     return spec, settings
+
+
+def gpu_numbers(text: str | None) -> tuple[int, ...]:
+    """What --gpus names; () where nobody did. Raises UsageError."""
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+        raise UsageError(f"--gpus {text}: not a list of different numbers", "Give their numbers, as in --gpus 0,1.")
+    return tuple(int(part) for part in parts)
 
 
 def dummy_of(settings: Settings) -> Dummy:

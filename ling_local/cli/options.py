@@ -47,7 +47,7 @@ def model_names(incomplete: str) -> list[str]:
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
-ENGINE = ("block", "device", "dtype", "ctx", "threads", "engine")
+ENGINE = ("block", "device", "gpus", "dtype", "ctx", "threads", "engine")
 STREAMS = ("color", "quiet", "verbose", "debug", "offline")
 RARE = (*ENGINE, *STREAMS)
 

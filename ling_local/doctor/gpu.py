@@ -16,6 +16,8 @@ from typing import Any
 
 from ling_local import paths
 from ling_local.doctor.checks import Check, Status
+from ling_local.engine.links import find_links, try_exchange
+from ling_local.engine.shard import SIZES
 from ling_local.settings import Settings
 
 TORCH_RANGE = ((2, 11), (2, 15))
@@ -86,6 +88,7 @@ def check(settings: Settings | None, timeout_s: float) -> Iterator[Check]:
     yield _kernels(answers, bool(gpus))
     if len(gpus) > 1:
         yield _links(answers, len(gpus))
+        yield _exchange(len(gpus), timeout_s)
 
 
 _LONGER = "Look at `nvidia-smi`; a first start may be slow: ling doctor --timeout 300."
@@ -156,6 +159,22 @@ def _links(answers: Answers, count: int) -> Check:
     pairs = ", ".join(f"{a}-{b}" for a, b in peers["apart"] if a < b)
     fix = "Several GPUs as one need peer access (NVLink, or PCIe with ACS off)."
     return Check("links", Status.WARN, f"{count} GPUs; these pairs do not reach each other: {pairs}", fix)
+
+
+def _exchange(count: int, timeout_s: float) -> Check:
+    """Whether as many GPUs as can share a model bring their sums together, and how fast: tried, not believed."""
+    size = max(size for size in SIZES if size <= count)
+    trial = try_exchange(range(size), timeout_s)
+    if not trial.kind:
+        fix = "One GPU works without it; for several look at `nvidia-smi topo -m`, and at NCCL's own tests."
+        return Check("exchange", Status.WARN, f"{size} GPUs cannot work as one: {trial.note}", fix)
+    links = "; ".join(str(link) for link in find_links() if link.second < size)
+    took = f"{trial.one_row_us:g} us for one row, {trial.nine_rows_us:g} for nine, norm included"
+    detail = f"{size} GPUs over {trial.kind}: {took}" + (f" ({links})" if links else "")
+    if trial.note:
+        fix = "Switch PCIe's ACS off, or pass the IOMMU by, where GPUs should write into each other's memory."
+        return Check("exchange", Status.WARN, f"{detail}; {trial.note}", fix)
+    return Check("exchange", Status.PASS, detail)
 
 
 def driver_version() -> str:

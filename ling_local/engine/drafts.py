@@ -15,6 +15,7 @@ from ling_local.engine.drafter import Drafter
 from ling_local.engine.dspark import DSpark
 from ling_local.engine.layout import DRAFT_COPIES, draft_layout
 from ling_local.engine.nextn import MAX_DEPTH, Nextn
+from ling_local.engine.shard import WHOLE, Shard, check_size, rank_draft
 from ling_local.engine.weights import Weights, fill_fields
 from ling_local.errors import ModelError, UsageError
 
@@ -40,7 +41,7 @@ def open_drafter(folder: Path, weights: Weights, draft: str, block: int) -> Draf
         if block > MAX_DEPTH:
             raise UsageError(f"--block {block}: MTP drafts at most {MAX_DEPTH} tokens", f"give 1 to {MAX_DEPTH}")
         return Nextn(block or 1)
-    drafter = load_dspark(here, weights.config, weights.dtype, str(weights.embedding.device))
+    drafter = load_dspark(here, weights.config, weights.dtype, str(weights.embedding.device), weights.shard)
     if block > drafter.block:
         raise UsageError(
             f"--block {block}: this draft was trained on blocks of {drafter.block}; a larger one breaks every row",
@@ -49,14 +50,15 @@ def open_drafter(folder: Path, weights: Weights, draft: str, block: int) -> Draf
     return drafter.limited(block) if block else drafter
 
 
-def load_dspark(folder: Path, target: ModelConfig, dtype: torch.dtype, device: str) -> DSpark:
-    """Check and load a draft folder in the published layout. Raises ModelError."""
+def load_dspark(folder: Path, target: ModelConfig, dtype: torch.dtype, device: str, shard: Shard = WHOLE) -> DSpark:
+    """Check and load one rank's part of a draft folder in the published layout. Raises ModelError, UsageError."""
     config = load_draft_config(folder, target)
-    specs = draft_layout(config)
+    check_size(target, shard.size, config)
+    specs = draft_layout(config, shard.size)
     entries = check_files(folder, specs, optional=DRAFT_COPIES, canonical=_canonical)
     own = [spec for spec in specs if spec.name not in DRAFT_COPIES]
-    fields = fill_fields(own, entries, dtype, device)
-    params = draft_params(config, fields, _temperatures(folder, config).to(device))
+    fields = fill_fields(own, entries, dtype, device, shard=shard)
+    params = draft_params(rank_draft(config, shard.size), fields, _temperatures(folder, config).to(device))
     return DSpark(config, params, config.block_size)
 
 

@@ -39,7 +39,7 @@ class DSpark:
 
     def attach(self, state: SequenceState, weights: Weights) -> None:
         config, rows = self.config, state.latent.shape[1]
-        shape = (config.num_layers, 2, rows, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, 2, rows, self.params.num_kv_heads, config.head_dim)
         state.draft_context = torch.zeros(shape, dtype=weights.dtype, device=state.latent.device)
         state.draft_rope = rope_table(rows, config.rope_dim, config.rope_theta, state.latent.device)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,34 +12,42 @@ from ling_local.engine.drafts import draft_params
 from ling_local.engine.dspark import DSpark
 from ling_local.engine.layout import DRAFT_COPIES, TensorSpec, draft_layout, model_layout
 from ling_local.engine.shapes import FLASH, MODELS, TINY, draft_for, shard_of
+from ling_local.engine.shard import WHOLE, Shard, rank_draft
 from ling_local.engine.weights import Weights, assemble, empty_fields
 
 __all__ = ["FLASH", "MODELS", "TINY", "draft_for", "dummy_draft", "dummy_weights", "shard_of"]
 
 
-def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0) -> Weights:
-    """A whole model of random weights on `device`, the same for the same seed and device."""
-    return assemble(config, _fields(model_layout(config), dtype, device, seed))
+def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0, shard: Shard = WHOLE) -> Weights:
+    """One rank's part of a model of random weights on `device`: for the same seed and kind of device the same model,
+    however many ranks share it."""
+    return assemble(config, _fields(model_layout(config, shard.size), dtype, device, seed, shard), shard)
 
 
-def dummy_draft(config: DraftConfig, dtype: torch.dtype, device: str, seed: int = 1) -> DSpark:
+def dummy_draft(config: DraftConfig, dtype: torch.dtype, device: str, seed: int = 1, shard: Shard = WHOLE) -> DSpark:
     """A draft of random weights."""
-    own = [spec for spec in draft_layout(config) if spec.name not in DRAFT_COPIES]
+    own = [spec for spec in draft_layout(config, shard.size) if spec.name not in DRAFT_COPIES]
     temperatures = torch.ones(config.block_size, device=device)
-    return DSpark(config, draft_params(config, _fields(own, dtype, device, seed), temperatures), config.block_size)
+    fields = _fields(own, dtype, device, seed, shard)
+    return DSpark(config, draft_params(rank_draft(config, shard.size), fields, temperatures), config.block_size)
 
 
-def _fields(specs: list[TensorSpec], dtype: torch.dtype, device: str, seed: int) -> dict[str, Tensor]:
-    """Values by which a product keeps the size of its input: activations stay finite, routing and gates alive."""
-    fields = empty_fields(specs, dtype, device)
+def _fields(specs: list[TensorSpec], dtype: torch.dtype, device: str, seed: int, shard: Shard) -> dict[str, Tensor]:
+    """Values by which a product keeps the size of its input: activations stay finite, routing and gates alive.
+
+    Every tensor is drawn whole, from a generator seeded by its place in the table, and then cut."""
+    fields = empty_fields(specs, dtype, device, shard)
     if device == "meta":
         return fields
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, value in fields.items():
-        if "norm" in name:
-            value.fill_(1.0)
-        elif value.dim() == 1:
-            value.normal_(0.0, 0.1, generator=generator)
-        else:
-            value.normal_(0.0, value.shape[-1] ** -0.5, generator=generator)
+    generator = torch.Generator(device)
+    for number, spec in enumerate(specs):
+        target = fields[spec.field] if spec.expert is None else fields[spec.field][spec.expert]
+        target = target[spec.row : spec.row + spec.local_shape(shard.size)[0]]
+        if "norm" in spec.field.rpartition(".")[2]:
+            target.fill_(1.0)
+            continue
+        whole = torch.empty(spec.shape, dtype=target.dtype, device=device)
+        scale = 0.1 if len(spec.shape) == 1 else math.prod(spec.shape[1:]) ** -0.5
+        whole.normal_(0.0, scale, generator=generator.manual_seed(1_000_003 * seed + number))
+        target.copy_(whole[shard.slices(spec)].reshape(target.shape))
     return fields

@@ -109,11 +109,12 @@ class NativeGeneration:
             if self.cancelled:
                 return None
             part = prompt[start : start + engine.chunk]
-            engine._prefill(engine._state, start, part, self.known[start + 1 : start + len(part) + 1])
+            engine._everywhere("_feed", start, part, self.known[start + 1 : start + len(part) + 1])
             engine._ids += part
         engine._remember()
         remaining = min(request.max_tokens, engine.info.context_limit - len(request.ids))
-        engine._state.begin(len(prompt), request.ids[-1], remaining, sorted(request.stop_ids), request.sampling)
+        stop_ids = sorted(request.stop_ids)
+        engine._everywhere("_begin", len(prompt), request.ids[-1], remaining, stop_ids, request.sampling)
         return StepResult((), cached=cached, prefilled=len(prompt) - cached, prefill_s=time.monotonic() - started)
 
     def _steps(self, first: StepResult) -> Iterator[StepResult]:
@@ -149,16 +150,15 @@ class NativeGeneration:
     def _grant(self) -> None:
         """Launch one step. How many drafts it verifies is what the step before it made, cut by the width rule where
         their confidence is known already."""
-        engine, state = self.engine, self.engine._state
+        engine = self.engine
         following = self.rule.following()
         width = self.drafts + 1
         if self.drafts and self.read == self.granted:
             width = self.rule.width(self.sure[: self.drafts], following)
-        state.reserve(len(self.known) + (self.granted - self.read + 1) * ROW_TILE)
+        reach = len(self.known) + (self.granted - self.read + 1) * ROW_TILE
         if engine.threads:
             torch.set_num_threads(engine.threads.now)
-        with torch.inference_mode():
-            engine._launch(self.granted, width, following)
+        engine._everywhere("_launch", self.granted, width, following, reach)
         self.granted += 1
         self.drafts = following
         self.made.append(following)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import ling_kernels
+from ling_kernels.exchange import Board
 from ling_kernels.ops import KernelError, Ops
 from ling_local.engine.protocol import Progress, ProgressFn
 from ling_local.engine.state import RING_SLOTS, SequenceState
@@ -30,8 +31,13 @@ class GpuOptions:
     run_ahead: int = 3
 
 
-def open_gpu_ops(device: str, dtype: str, options: GpuOptions, progress: ProgressFn | None) -> Ops:
-    """The kernels of a GPU, compiled or from the cache. Raises UsageError: the CPU path is always there."""
+def open_gpu_ops(
+    device: str, dtype: str, options: GpuOptions, progress: ProgressFn | None, board: Board | None = None
+) -> Ops:
+    """The kernels of a GPU, compiled or from the cache. Raises UsageError: the CPU path is always there.
+
+    board: what the ranks share, where there are several.
+    """
 
     def report(unit: str, done: int, total: int) -> None:
         if progress:
@@ -40,7 +46,7 @@ def open_gpu_ops(device: str, dtype: str, options: GpuOptions, progress: Progres
     if device.startswith("cuda") and dtype != "bfloat16":
         raise UsageError(f"the GPU kernels compute in bfloat16, not {dtype}", "leave --dtype away, or use --device cpu")
     try:
-        return ling_kernels.load(device, cache=cache_dir() / "kernels", progress=report, pdl=options.pdl)
+        return ling_kernels.load(device, cache=cache_dir() / "kernels", progress=report, pdl=options.pdl, board=board)
     except KernelError as error:
         raise UsageError(str(error), "use --device cpu; `ling doctor` checks torch, driver and GPU") from None
 

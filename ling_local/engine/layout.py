@@ -173,9 +173,9 @@ def _moe(table: _Table, config: ModelConfig, disk: str, field: str) -> None:
 DRAFT_COPIES = ("embed_tokens.weight", "lm_head.weight")
 
 
-def draft_layout(config: DraftConfig) -> list[TensorSpec]:
+def draft_layout(config: DraftConfig, ranks: int = 1) -> list[TensorSpec]:
     """All tensors of a DSpark draft (dspark.md section 1.2), its copies of embedding and head included."""
-    table = _Table(1)
+    table = _Table(ranks)
     width, rank = config.hidden_size, config.markov_rank
     wide = (config.vocab_size, width)
     table.part("embed_tokens.weight", wide, "embedding", 0)

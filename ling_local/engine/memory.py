@@ -11,6 +11,7 @@ from ling_kernels.ops import ROW_TILE
 from ling_kernels.reference.mla import SPLIT
 from ling_local.engine.drafter import Drafter
 from ling_local.engine.protocol import Progress, ProgressFn
+from ling_local.engine.shard import rank_config
 from ling_local.engine.state import SequenceState
 from ling_local.engine.weights import Weights
 from ling_local.errors import OutOfMemory
@@ -112,7 +113,8 @@ def _splits(context: int) -> int:
 
 def _probe(weights: Weights, drafter: Drafter | None, context: int) -> int:
     # not on the meta device: it computes the rope table by way of torch's compiler, whose import takes a second
-    probe = SequenceState(weights.config, context, weights.dtype, "cpu", 1)
+    config = rank_config(weights.config, weights.shard.size)
+    probe = SequenceState(config, context, weights.dtype, "cpu", 1)
     if drafter:
         drafter.attach(probe, weights)
     return sum(value.nbytes for value in vars(probe).values() if isinstance(value, Tensor))

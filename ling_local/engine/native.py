@@ -5,28 +5,33 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import ling_kernels
+from ling_kernels.exchange import Board
 from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, Ops
 from ling_local.engine.capture import CapturedStep
 from ling_local.engine.drafter import Drafter
+from ling_local.engine.follow import Peers, told
 from ling_local.engine.forced import Forced, force
 from ling_local.engine.generation import CHUNK, NativeGeneration, RingEntry
 from ling_local.engine.gpu import PREFILL_CHUNK, GpuOptions, HostRing, errors_in_words, open_gpu_ops
 from ling_local.engine.layout import memory_bytes, model_layout, parameter_count
 from ling_local.engine.memory import MemoryPlan, free_bytes, plan_cpu, plan_gpu
-from ling_local.engine.model import forward
 from ling_local.engine.protocol import Dummy, EngineInfo, ProgressFn
+from ling_local.engine.shard import WHOLE, Shard
 from ling_local.engine.source import Source, open_source
 from ling_local.engine.state import RING_SLOTS, SequenceState, Snapshot
 from ling_local.engine.step import step
 from ling_local.engine.threads import ThreadRule
 from ling_local.engine.weights import DTYPES, Weights
 from ling_local.engine.width import PIECE, PLAIN_FIRST, StepTimes
+from ling_local.engine.work import RankWork
 from ling_local.errors import ContextTooLong, EngineBusy, EngineError, UsageError
 from ling_local.types import SamplingParams, TokenRequest
 
@@ -34,8 +39,12 @@ KEPT_SNAPSHOTS = 8
 SMALL_BYTES = 2**28  # weights below this leave more than two threads nothing to do
 
 
-class NativeEngine:
-    """A loaded model with the state of one sequence. Build it with `load`."""
+class NativeEngine(RankWork):
+    """A loaded model with the state of one sequence. Build it with `load`.
+
+    With several ranks each process has one, over its part of the weights. Rank 0 decides; what touches a state it calls
+    through `_everywhere`, which tells the other ranks first (work.py, follow.py).
+    """
 
     def __init__(
         self,
@@ -50,6 +59,7 @@ class NativeEngine:
         self.drafter = drafter
         self.ops = ops
         self.vocab = vocab
+        self.peers: Peers | None = None  # on rank 0 of several
         self.run_ahead = gpu.run_ahead if gpu else 1
         self.chunk = PREFILL_CHUNK if gpu else CHUNK
         self.step = CapturedStep(step) if gpu and gpu.capture else step
@@ -77,14 +87,16 @@ class NativeEngine:
         gpu: GpuOptions | None = None,
         dummy: Dummy | None = None,
         accept: Sequence[int] = (),
+        board: Board | None = None,
     ) -> NativeEngine:
-        """Check and load the checkpoint folder `path`, or make the `dummy` in its place.
+        """Check and load the checkpoint folder `path`, or one rank's part of it, or make the `dummy` in its place.
 
         context: tokens to hold at most, 0 for the model's limit, or on a GPU for what fits; threads: torch's, 0 for a
-        fitting number; accept: accept counts to force (engine/forced.py).
+        fitting number; accept: accept counts to force (engine/forced.py); board: what the ranks share, where there are
+        several: all of them load at about the same time.
         Raises ModelError, UsageError or OutOfMemory; nothing is mapped before all files were checked.
         """
-        source = open_source(path, dummy, draft)
+        source = open_source(path, dummy, draft, Shard(board.rank, board.size) if board else WHOLE)
         config = source.config
         if dtype not in DTYPES:
             raise UsageError(f"no dtype '{dtype}'", f"use one of: {', '.join(DTYPES)}")
@@ -95,15 +107,20 @@ class NativeEngine:
             )
         gpu = None if device == "cpu" else gpu or GpuOptions()
         with errors_in_words("to load the model", device):
-            ops = open_gpu_ops(device, dtype, gpu, progress) if gpu else ling_kernels.load(device)
             source.check()
+            ops = open_gpu_ops(device, dtype, gpu, progress, board) if gpu else ling_kernels.load(device, board=board)
             ghost = source.ghost(DTYPES[dtype])
             plan = _plan(source, ghost, source.drafter(ghost, draft, block), device, context)
+            if board:  # the ranks agree on what the fullest GPU can hold
+                held = min(int(answer) for answer in board.share(b"%d" % plan.context))
+                plan = replace(plan, context=held)
             plan.tell(progress)
             weights = source.weights(DTYPES[dtype], device, progress)
             drafter = force(source.drafter(weights, draft, block), accept, device)
             info = _info(source, weights, drafter, device, plan, accept)
             engine = cls(weights, info, source.vocab, drafter, ops, gpu)
+            if board:
+                board.share()  # before the first steps: in them a rank waits for the others only so long
             if gpu:
                 engine.capture_steps()
         if threads:
@@ -148,44 +165,13 @@ class NativeEngine:
         state.sampling = sampling
         state.clear()
 
-    def new_state(self, context: int) -> SequenceState:
-        """An empty state for `context` tokens."""
-        state = SequenceState(self.weights.config, context, self.weights.dtype, self._info.device, self.vocab)
-        if self.drafter:
-            self.drafter.attach(state, self.weights)
-        return state
-
-    @torch.inference_mode()
     def score(self, ids: Sequence[int], *, chunk: int = CHUNK, window: int = 0) -> Tensor:
         """Logits of every position, [n, V] fp32, on a state of its own.
 
         By prefill in chunks of `chunk`, or, with window 1..16, by verify steps of that many rows, all committed.
         """
         self._check_ids(ids)
-        state = self.new_state(len(ids))
-        logits = []
-        for start in range(0, len(ids), window or chunk):
-            part = ids[start : start + (window or chunk)]
-            if window:
-                logits.append(self._verify_all(state, start, part))
-            else:
-                following = ids[start + 1 : start + len(part) + 1] or [0]
-                hidden = self._prefill(state, start, part, (*following, 0)[: len(part)])
-                logits.append(self.ops.head(hidden, self.weights.lm_head))
-        return torch.cat(logits)
-
-    def _verify_all(self, state: SequenceState, start: int, ids: Sequence[int]) -> Tensor:
-        """Logits of a window of known tokens, then commit them all."""
-        rows = len(ids)
-        state.reserve(start + rows)
-        known = self._tensor(ids)
-        state.anchor.copy_(known[0])
-        state.drafts[: rows - 1].copy_(known[1:])
-        state.length.fill_(start)
-        window = state.window(rows)
-        hidden = forward(self.ops, self.weights, state, window.ids, window.positions, rows)
-        self.ops.kda_commit(hidden.staged, state.conv, state.recurrent, torch.full_like(state.length, rows))
-        return self.ops.head(hidden.last, self.weights.lm_head, rows)[:rows]
+        return self._everywhere("_score", tuple(ids), chunk, window)
 
     def generate(self, request: TokenRequest) -> NativeGeneration:
         """Start a request. Raises UsageError, ContextTooLong or EngineBusy before any work."""
@@ -215,6 +201,9 @@ class NativeEngine:
 
     def close(self) -> None:
         """Drop weights and state. Idempotent."""
+        if self.peers:
+            self.peers.close()
+            self.peers = None
         self._running = None
         self._state = None
         self._snapshots.clear()
@@ -230,66 +219,49 @@ class NativeEngine:
         if min(ids) < 0 or max(ids) >= self._info.vocab_size:
             raise UsageError(f"token ids must lie in 0..{self._info.vocab_size - 1}", "use this model's tokenizer")
 
-    def _tensor(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self._info.device)
-
-    def _prefill(self, state: SequenceState, start: int, ids: Sequence[int], following: Sequence[int]) -> Tensor:
-        """Put ids into the state at positions start.. and return their final hidden rows [n, D].
-
-        following: the token after each of them.
-        """
-        state.reserve(start + len(ids))
-        positions = torch.arange(start, start + len(ids), device=self._info.device)
-        taps = self.drafter.taps if self.drafter else ()
-        hidden = forward(self.ops, self.weights, state, self._tensor(ids), positions, None, taps)
-        if self.drafter:
-            self.drafter.absorb(self.ops, self.weights, state, hidden, self._tensor(following), positions, None)
-        return hidden.last
+    def _everywhere(self, name: str, *args: object) -> Any:
+        """Call method `name` on every rank, here last; its result here."""
+        if self.peers:
+            self.peers.send(name, args)
+        with told():
+            return getattr(self, name)(*args)
 
     def _resume(self, ids: list[int]) -> int:
         """Bring the state to the longest prefix of ids[:-1] that it or a snapshot holds; how many tokens that is."""
         usable = len(ids) - 1  # the last id is the anchor: it goes through the first step
-        held = len(self._ids)
+        held, best = len(self._ids), None
         if held <= usable and ids[:held] == self._ids:
             base = held
         else:
-            fitting = [s for s in self._snapshots if len(s.ids) <= usable and ids[: len(s.ids)] == s.ids]
-            best = max(fitting, key=lambda s: len(s.ids), default=None)
-            base = 0 if best is None else len(best.ids)
-            self._state.rewind() if best is None else self._state.restore(best)
+            fitting = [i for i, s in enumerate(self._snapshots) if len(s.ids) <= usable and ids[: len(s.ids)] == s.ids]
+            best = max(fitting, key=lambda i: len(self._snapshots[i].ids), default=-1)
+            base = 0 if best < 0 else len(self._snapshots[best].ids)
         self._ids = ids[:base]
         # rows past the base are about to be overwritten, so longer snapshots lose their latent rows
-        self._snapshots = [s for s in self._snapshots if self._ids[: len(s.ids)] == s.ids]
+        kept = [i for i, s in enumerate(self._snapshots) if self._ids[: len(s.ids)] == s.ids]
+        self._everywhere("_return_to", best, kept)
         return base
 
     def _remember(self) -> None:
         """Snapshot the state as it stands, unless that prefix is kept already."""
         if self._ids and all(s.ids != self._ids for s in self._snapshots):
-            self._snapshots = [*self._snapshots, self._state.snapshot(list(self._ids))][-KEPT_SNAPSHOTS:]
+            self._everywhere("_snapshot", list(self._ids))
 
     def _forget(self) -> None:
         """Empty state: after an error nothing of it can be trusted."""
-        self._state.clear()
-        self._snapshots.clear()
+        self._everywhere("_clear")
         self._ids = []
 
     def learn(self, ids: Sequence[int]) -> None:
         """Note what a generation said, from the first prompt token on, where accept counts are forced."""
         if isinstance(self.drafter, Forced):
-            self.drafter.learn(self._state, ids)
-
-    def _launch(self, number: int, width: int, following: int) -> None:
-        """Launch step `number`; on a GPU its ring entry is sent to the host behind it."""
-        if self._host_ring:
-            self._host_ring.begin(number)
-        self.step(self.ops, self.weights, self._state, self.drafter, width, following)
-        if self._host_ring:
-            self._host_ring.send(self._state.ring, number)
+            self._everywhere("_learn", tuple(ids))
 
     def _read(self, number: int) -> RingEntry:
         """Wait for step `number` and read its entry: the only place where a device value reaches the host."""
         ring, host = self._state.ring, self._host_ring
         values, gpu_s = host.wait(number) if host else (ring[number % RING_SLOTS].tolist(), 0.0)
+        self.check_peers()  # a step that gave up on a peer ends with an entry, and no sense in it
         ids = values[RING_HEADER : RING_HEADER + values[1]]
         sure = [v / 1e6 for v in values[RING_HEADER + ROW_TILE :]]
         return RingEntry(*values[:RING_HEADER], tuple(ids), tuple(sure), gpu_s)
@@ -306,7 +278,8 @@ def _plan(source: Source, ghost: Weights, drafter: Drafter | None, device: str, 
 def _info(
     source: Source, weights: Weights, drafter: Drafter | None, device: str, plan: MemoryPlan, accept: Sequence[int]
 ) -> EngineInfo:
-    specs = model_layout(source.config)
+    size = source.shard.size
+    specs = model_layout(source.config, size)
     forced = tuple(accept) if drafter else ()
     marks = source.marks
     if forced:
@@ -319,7 +292,8 @@ def _info(
         context_limit=plan.context,
         vocab_size=source.config.vocab_size,
         parameters=parameter_count(specs),
-        weight_bytes=memory_bytes(specs, weights.dtype.itemsize),
+        weight_bytes=memory_bytes(specs, weights.dtype.itemsize, size),
+        ranks=size,
         drafter=drafter.name if drafter else "off",
         block=drafter.block if drafter else 0,
         torch=torch.__version__,

@@ -77,6 +77,8 @@ class EngineSpec:
     device   "cpu" or "cuda"; dtype "float32" or "bfloat16"
     draft    "off", "auto", "mtp" or "dspark"; block: drafts per step, 0 for the drafter's own
     context  tokens to hold at most, 0 for the model's own limit, or on a GPU for what fits
+    gpus     numbers of the GPUs to use, a rank each; (): as many as the model needs
+    ranks    ranks on a CPU, 0 for one: what several GPUs do, to try it where there are none
     dummy    random weights in place of `model`, which is then only a name
     accept   accept counts to force, step by step and again (measurements); () lets the drafts decide
     """
@@ -89,6 +91,8 @@ class EngineSpec:
     block: int = 0
     context: int = 0
     threads: int = 0
+    gpus: tuple[int, ...] = ()
+    ranks: int = 0
     dummy: Dummy | None = None
     accept: tuple[int, ...] = ()
 

@@ -1,27 +1,24 @@
 """The front side of the engine door: a proxy to a worker process, so that torch stays out of this one.
 
-The worker ends when its pipe closes, however this process ends. Its stdout and stderr go to a bounded buffer.
+The worker ends when its pipe closes, however this process ends. Its stdout and stderr go to a bounded buffer. Where a
+model needs several GPUs there is a worker for each (ranks.py); this proxy speaks to rank 0, and when any of them ends
+or hangs, all of them end.
 """
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
+from ling_local.engine.gpus import rank_devices
 from ling_local.engine.protocol import EngineInfo, EngineSpec, Progress, ProgressFn
-from ling_local.errors import EngineBusy, EngineDied, EngineError
+from ling_local.engine.ranks import start_all, start_thread
+from ling_local.errors import EngineBusy, EngineError, NonFinite
 from ling_local.types import StepResult, TokenRequest
 
-_TAIL_BYTES = 64 * 1024
 _END_S = 2.0
 
 
@@ -93,21 +90,21 @@ class RemoteEngine:
         self._close_lock = threading.Lock()
         self._outbox: deque[object] = deque()
         self._send_lock = threading.Lock()
-        self._tail: deque[bytes] = deque()
-        self._socket, theirs = socket.socketpair()
-        self._connection = Connection(self._socket.dup().detach())
-        try:
-            self._process = _start_worker(theirs)
-        finally:
-            theirs.close()
-        self._drain = _thread(self._drain_output, "engine-output")
-        self._reader = _thread(self._read, "engine-messages")
-        self._send(spec)
+        self._worker, self._crew = start_all(spec, rank_devices(spec))
+        self._connection = self._worker.connection
+        self._reader = start_thread(self._read, "engine-messages")
+        if self._crew:
+            self._crew.watch(self._show, self._fail_all)
 
     @property
     def pid(self) -> int:
-        """Process id of the worker."""
-        return self._process.pid
+        """Process id of the worker, rank 0's where there are several."""
+        return self._worker.pid
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of all ranks."""
+        return tuple(process.pid for process in self._crew.processes) if self._crew else (self.pid,)
 
     @property
     def info(self) -> EngineInfo:
@@ -157,22 +154,20 @@ class RemoteEngine:
 
     def output_tail(self) -> str:
         """The last of what the worker wrote to stdout and stderr, 64 KiB at most."""
-        return b"".join(tuple(self._tail))[-_TAIL_BYTES:].decode("utf-8", "replace")
+        return self._worker.tail()
 
     def close(self) -> None:
         """End the worker and wait until it is gone. Running requests end with an EngineError."""
         with self._close_lock:
             self._closing = True
-            with contextlib.suppress(OSError):  # closed before, or the worker is gone
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes both readers, ours and the worker's
-            try:
-                self._process.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            if self._crew:
+                self._crew.end()
+            self._worker.hang_up()  # wakes both readers, ours and the worker's
+            self._worker.wait_end()
+            if self._crew:
+                self._crew.join()
             if threading.current_thread() is not self._reader:
                 self._reader.join(_END_S)
-            self._socket.close()
 
     def _send(self, message: object) -> None:
         # Also called from signal handlers, even while the same thread is sending: whoever holds the lock
@@ -193,9 +188,9 @@ class RemoteEngine:
             while True:
                 self._receive(self._connection.recv())
         except (EOFError, OSError):
-            self._fail(self._end_error())
+            self._fail_all(self._end_error())
         except Exception as error:  # a progress function that raises, a message that cannot be read
-            self._fail(error)
+            self._fail_all(error)
         finally:
             self._connection.close()
 
@@ -203,13 +198,16 @@ class RemoteEngine:
         inbox = self._inbox
         match message:
             case Progress():
-                if self._progress:
-                    self._progress(message)
+                self._show(self._crew.whole(0, message) if self._crew else message)
             case Ready(info):
+                if self._crew:
+                    self._crew.is_loaded(0)
                 self._info = info
                 self._ready.set()
             case Failed(0, error):
-                self._fail(error)
+                self._fail_all(error)
+            case Failed(_, error) if self._crew and _ends_ranks(error):
+                self._fail_all(error)
             case Stepped(number, result) if inbox and number == inbox.number:
                 if result.finish is not None:
                     inbox.over.set()
@@ -220,6 +218,10 @@ class RemoteEngine:
                 inbox.over.set()
                 inbox.messages.put(error)
 
+    def _show(self, progress: Progress) -> None:
+        if self._progress:
+            self._progress(progress)
+
     def _fail(self, error: Exception) -> None:
         """The first error stays: a failed load is not overwritten by the end of the process after it."""
         self._error = self._error or error
@@ -228,37 +230,21 @@ class RemoteEngine:
             self._inbox.over.set()
             self._inbox.messages.put(self._error)
 
+    def _fail_all(self, error: Exception) -> None:
+        """The end: of several ranks none may go on alone."""
+        self._fail(error)
+        if self._crew:
+            self._crew.end(at_once=True)
+
     def _end_error(self) -> EngineError:
         if self._closing:
             return EngineError("the engine was closed", "Open it again.")
-        try:
-            code = self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        self._drain.join(1.0)  # a grandchild could hold the pipe open
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        lines = [line for line in self.output_tail().splitlines() if line.strip()]
-        last = f": {lines[-1].strip()}" if lines else ""
-        hint = "Start again; with --debug its last output is shown."
-        if code == -signal.SIGKILL:
-            hint = "If nobody killed it, memory ran out: try a smaller model, or a smaller --ctx."
-        error = EngineDied(f"the engine process {how}{last}", hint)
-        if lines:
-            error.add_note("last output of the engine process:\n" + "\n".join(lines[-20:]))
-        return error
+        return self._worker.end_error()
 
-    def _drain_output(self) -> None:
-        """Body of the output thread. Bounded: a library that warns for ever costs no memory."""
-        stream = self._process.stdout
-        assert stream is not None
-        size = 0
-        while chunk := stream.read1(4096):
-            self._tail.append(chunk)
-            size += len(chunk)
-            while size - len(self._tail[0]) >= _TAIL_BYTES:
-                size -= len(self._tail.popleft())
-        stream.close()
+
+def _ends_ranks(error: Exception) -> bool:
+    """After such an error of a request the ranks may stand at different places."""
+    return isinstance(error, EngineError) and not isinstance(error, EngineBusy | NonFinite)
 
 
 class RemoteGeneration:
@@ -295,35 +281,3 @@ class RemoteGeneration:
 
     def __del__(self) -> None:
         self.cancel()
-
-
-def _start_worker(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    # -P: a random.py in the working directory is not for the worker. SIGINT stays blocked in it until it has
-    # said that it ignores it, or a Ctrl-C while Python starts up would end it.
-    command = [sys.executable, "-P", "-m", "ling_local.engine.worker", str(theirs.fileno())]
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(theirs.fileno(),),
-        )
-    except OSError as error:
-        raise EngineError(f"the engine process could not be started: {error}", "Free some memory.") from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _thread(body: Callable[[], None], name: str) -> threading.Thread:
-    thread = threading.Thread(target=body, name=name, daemon=True)
-    thread.start()
-    return thread

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ling_local.engine.config import DraftConfig, ModelConfig
 from ling_local.engine.protocol import Dummy
+from ling_local.engine.shard import rank_config
 from ling_local.errors import UsageError
 
 FLASH = ModelConfig(
@@ -64,14 +65,7 @@ DRAFTS = {"tiny": (3, 16, 7, 512, 4608), "flash": (5, 32, 8, 256, 6144)}
 
 def shard_of(config: ModelConfig, ranks: int) -> ModelConfig:
     """The part of a model that one of `ranks` ranks computes, as a model of its own that exchanges nothing."""
-    return replace(
-        config,
-        num_heads=config.num_heads // ranks,
-        intermediate_size=config.intermediate_size // ranks,
-        moe_intermediate_size=config.moe_intermediate_size // ranks,
-        shared_intermediate_size=config.shared_intermediate_size // ranks,
-        vocab_size=config.vocab_size // ranks,
-    )
+    return replace(rank_config(config, ranks), vocab_size=config.vocab_size // ranks)
 
 
 def draft_for(

@@ -17,14 +17,17 @@ from ling_local.engine.layout import memory_bytes, model_layout
 from ling_local.engine.nextn import MAX_DEPTH, Nextn
 from ling_local.engine.protocol import Dummy, Progress, ProgressFn
 from ling_local.engine.shapes import dummy_config, dummy_draft_config, dummy_marks
+from ling_local.engine.shard import WHOLE, Shard, check_size
 from ling_local.engine.weights import Weights, blank_weights, check_memory, load_weights
 from ling_local.errors import ModelError, UsageError
 
 
 class Source(Protocol):
-    """config: the model's numbers; name: what it is called; vocab: ids that mean something; marks: for reports."""
+    """config: the model's numbers; shard: the part of it that is wanted; name: what it is called; vocab: ids that mean
+    something; marks: for reports."""
 
     config: ModelConfig
+    shard: Shard
     name: str
     marks: tuple[str, ...]
 
@@ -35,7 +38,7 @@ class Source(Protocol):
         """Say now what would fail a load later. Raises ModelError."""
 
     def weights(self, dtype: torch.dtype, device: str, progress: ProgressFn | None) -> Weights:
-        """All weights on `device`. Raises ModelError or OutOfMemory."""
+        """The part's weights on `device`. Raises ModelError or OutOfMemory."""
         ...
 
     def drafter(self, weights: Weights, draft: str, block: int) -> Drafter | None:
@@ -53,8 +56,9 @@ class FolderSource:
 
     marks: tuple[str, ...] = ()
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, shard: Shard = WHOLE) -> None:
         self.folder = Path(path)
+        self.shard = shard
         self.config = load_model_config(self.folder)
         self.name = model_name(self.folder)
 
@@ -63,23 +67,25 @@ class FolderSource:
         return tokenizer_size(self.folder, self.config.vocab_size)
 
     def check(self) -> None:
+        check_size(self.config, self.shard.size)
         check_files(self.folder, model_layout(self.config))
 
     def weights(self, dtype: torch.dtype, device: str, progress: ProgressFn | None) -> Weights:
-        return load_weights(self.folder, self.config, dtype, device, progress)
+        return load_weights(self.folder, self.config, dtype, device, progress, self.shard)
 
     def drafter(self, weights: Weights, draft: str, block: int) -> Drafter | None:
         return open_drafter(self.folder, weights, draft, block)
 
     def ghost(self, dtype: torch.dtype) -> Weights:
-        return blank_weights(self.config, dtype)
+        return blank_weights(self.config, dtype, self.shard)
 
 
 class DummySource:
     """Random weights, and a draft of the size that is published for the shape."""
 
-    def __init__(self, dummy: Dummy, draft: str) -> None:
+    def __init__(self, dummy: Dummy, draft: str, shard: Shard = WHOLE) -> None:
         self.dummy = dummy
+        self.shard = shard
         self.config = dummy_config(dummy, mtp=draft == "mtp")
         self.name = f"dummy-{dummy.shape}"
         self.marks = dummy_marks(dummy)
@@ -90,14 +96,16 @@ class DummySource:
 
     def check(self) -> None:
         """Nothing of it can be damaged."""
+        check_size(self.config, self.shard.size)
 
     def weights(self, dtype: torch.dtype, device: str, progress: ProgressFn | None) -> Weights:
-        needed = memory_bytes(model_layout(self.config), dtype.itemsize)
+        size = self.shard.size
+        needed = memory_bytes(model_layout(self.config, size), dtype.itemsize, size)
         if device == "cpu":
-            check_memory(self.name, needed, dtype)
+            check_memory(self.name, needed * size, dtype)
         if progress:
             progress(Progress("making random weights", 0, needed))
-        return dummy_weights(self.config, dtype, device)
+        return dummy_weights(self.config, dtype, device, shard=self.shard)
 
     def drafter(self, weights: Weights, draft: str, block: int) -> Drafter | None:
         if draft == "off":
@@ -112,15 +120,17 @@ class DummySource:
         return made.limited(block) if block else made
 
     def _draft(self, weights: Weights) -> DSpark:
-        return dummy_draft(dummy_draft_config(self.dummy), weights.dtype, str(weights.embedding.device))
+        config = dummy_draft_config(self.dummy)
+        check_size(self.config, self.shard.size, config)
+        return dummy_draft(config, weights.dtype, str(weights.embedding.device), shard=self.shard)
 
     def ghost(self, dtype: torch.dtype) -> Weights:
-        return blank_weights(self.config, dtype)
+        return blank_weights(self.config, dtype, self.shard)
 
 
-def open_source(path: str | Path, dummy: Dummy | None, draft: str) -> Source:
-    """A folder, or a dummy in its place. Raises ModelError, UsageError."""
-    return DummySource(dummy, draft) if dummy else FolderSource(path)
+def open_source(path: str | Path, dummy: Dummy | None, draft: str, shard: Shard = WHOLE) -> Source:
+    """One rank's part of a folder, or of a dummy in its place. Raises ModelError, UsageError."""
+    return DummySource(dummy, draft, shard) if dummy else FolderSource(path, shard)
 
 
 def tokenizer_size(folder: Path, vocab_size: int) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ling_local.engine.checkpoint import Entry
 from ling_local.engine.layout import TensorSpec
+from ling_local.engine.shard import WHOLE, Shard
 from ling_local.errors import ModelError
 
 SPAN_BYTES = 2**24
@@ -28,7 +29,7 @@ READERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows first.. of a tensor, which lie at byte `at` of a span."""
+    """Rows first.. of those of a tensor that a rank reads, which lie at byte `at` of a span."""
 
     spec: TensorSpec
     first: int
@@ -47,8 +48,10 @@ class Span:
     pieces: tuple[Piece, ...]
 
 
-def spans_of(specs: Sequence[TensorSpec], entries: Mapping[str, Entry], span_bytes: int = SPAN_BYTES) -> list[Span]:
-    """What `specs` need of the files as spans of about `span_bytes`, in the order of the bytes. A row stays whole."""
+def spans_of(
+    specs: Sequence[TensorSpec], entries: Mapping[str, Entry], span_bytes: int = SPAN_BYTES, shard: Shard = WHOLE
+) -> list[Span]:
+    """What a rank needs of the files as spans of about `span_bytes`, in the order of the bytes. A row stays whole."""
     spans: list[Span] = []
     pieces: list[Piece] = []
     file, start, end = Path(), 0, 0
@@ -59,15 +62,16 @@ def spans_of(specs: Sequence[TensorSpec], entries: Mapping[str, Entry], span_byt
             pieces.clear()
 
     for spec in sorted(specs, key=lambda s: (entries[s.name].file, entries[s.name].offset)):
-        entry = entries[spec.name]
+        entry, rows_here = entries[spec.name], shard.rows(spec)
         row_bytes = entry.num_bytes // spec.shape[0]
-        first, at = 0, entry.offset
-        while first < spec.shape[0]:
+        count = rows_here.stop - rows_here.start
+        first, at = 0, entry.offset + rows_here.start * row_bytes
+        while first < count:
             if (entry.file, at) != (file, end) or end - start + row_bytes > span_bytes:
                 close()
                 file, start, end = entry.file, at, at
             room = max((span_bytes - (end - start)) // row_bytes, 1)
-            rows = min(room, spec.shape[0] - first)
+            rows = min(room, count - first)
             pieces.append(Piece(spec, first, rows, end - start, rows * row_bytes))
             end = at = at + rows * row_bytes
             first += rows

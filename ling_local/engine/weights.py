@@ -16,6 +16,7 @@ from ling_local.engine.checkpoint import Entry, check_files
 from ling_local.engine.config import ModelConfig
 from ling_local.engine.layout import BF16, F32, TensorSpec, field_specs, memory_bytes, model_layout
 from ling_local.engine.protocol import Progress, ProgressFn
+from ling_local.engine.shard import WHOLE, Shard
 from ling_local.engine.staging import Piece, read_spans, spans_of
 from ling_local.errors import OutOfMemory
 
@@ -46,7 +47,8 @@ class MtpWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A whole model on one rank. embedding, lm_head [V, D]; norm [D]."""
+    """One rank's part of a model, all of it where there is one rank. embedding, lm_head [V / N, D]; norm [D]; config:
+    the whole model's."""
 
     config: ModelConfig
     embedding: Tensor
@@ -54,6 +56,7 @@ class Weights:
     norm: Tensor
     lm_head: Tensor
     mtp: MtpWeights | None
+    shard: Shard = WHOLE
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,19 +64,24 @@ class Weights:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: str, progress: ProgressFn | None = None
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: str,
+    progress: ProgressFn | None = None,
+    shard: Shard = WHOLE,
 ) -> Weights:
-    """Check the files of `folder` and read them. Raises ModelError or OutOfMemory before a byte is mapped.
+    """Check the files of `folder` and read one rank's part. Raises ModelError or OutOfMemory before a byte is mapped.
 
-    Peak memory is the weights plus one tensor, on a GPU plus a few pinned buffers on the host.
+    Peak memory is the part plus one tensor, on a GPU plus a few pinned buffers on the host.
     """
-    specs = model_layout(config)
+    specs = model_layout(config, shard.size)
     entries = check_files(folder, specs)
-    needed = memory_bytes(specs, dtype.itemsize)
+    needed = memory_bytes(specs, dtype.itemsize, shard.size) * shard.size
     if device == "cpu":
         check_memory(folder, needed, dtype)
-    fields = fill_fields(specs, entries, dtype, device, progress)
-    return assemble(config, fields)
+    fields = fill_fields(specs, entries, dtype, device, progress, shard)
+    return assemble(config, fields, shard)
 
 
 def check_memory(folder: Path | str, needed: int, dtype: torch.dtype) -> None:
@@ -97,51 +105,66 @@ def fill_fields(
     dtype: torch.dtype,
     device: str,
     progress: ProgressFn | None = None,
+    shard: Shard = WHOLE,
 ) -> dict[str, Tensor]:
-    """Fused tensors by name, each part read from its file, converted and put in its place. On the device "meta"
-    nothing is read."""
+    """Fused tensors of one rank by name, each part read from its file, converted and put in its place. On the device
+    "meta" nothing is read."""
     present = [spec for spec in specs if spec.name in entries]
-    fields = empty_fields(present, dtype, device)
+    fields = empty_fields(present, dtype, device, shard)
     if device == "meta":
         return fields
-    total, done = sum(entries[spec.name].num_bytes for spec in present), 0
-    for spec, first, part in _read(present, entries, device):
-        _place(fields, spec, first, part)
+    total = sum(_read_bytes(spec, entries[spec.name], shard) for spec in present)
+    done = 0
+    for spec, first, part in _read(present, entries, device, shard):
         done += part.nbytes
+        _place(fields, spec, first, part, shard)
         if progress:
             progress(Progress("loading weights", done, total))
     return fields
 
 
-def empty_fields(specs: list[TensorSpec], dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """The fused tensors that the table fills, by name, not yet filled."""
+def empty_fields(specs: list[TensorSpec], dtype: torch.dtype, device: str, shard: Shard = WHOLE) -> dict[str, Tensor]:
+    """The fused tensors that the table fills on one rank, by name, not yet filled."""
     return {
         field.name: torch.empty(field.shape, dtype=torch.float32 if field.fp32 else dtype, device=device)
-        for field in field_specs(specs)
+        for field in field_specs(specs, shard.size)
     }
 
 
-def blank_weights(config: ModelConfig, dtype: torch.dtype) -> Weights:
-    """A model's weights on the meta device: shapes and sizes, no memory."""
-    return assemble(config, empty_fields(model_layout(config), dtype, "meta"))
+def blank_weights(config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> Weights:
+    """One rank's weights on the meta device: shapes and sizes, no memory."""
+    return assemble(config, empty_fields(model_layout(config, shard.size), dtype, "meta", shard), shard)
 
 
-def _place(fields: dict[str, Tensor], spec: TensorSpec, first: int, part: Tensor) -> None:
-    """Put rows `first`.. of a tensor of the table where they belong; on a GPU the copy is only queued."""
+def _place(fields: dict[str, Tensor], spec: TensorSpec, first: int, part: Tensor, shard: Shard) -> None:
+    """Put rows `first`.. of this rank's rows of a tensor where they belong; on a GPU the copy is only queued.
+
+    A part of each row is cut out here: the pages of the file that hold it are those of the whole rows.
+    """
     target = fields[spec.field] if spec.expert is None else fields[spec.field][spec.expert]
-    if part.dtype != target.dtype:
-        part = part.to(target.device, non_blocking=True)  # so that it is widened there
+    cut = spec.shard == 1 and shard.size > 1
+    if part.dtype != target.dtype or cut:
+        part = part.to(target.device, non_blocking=True)  # so that it is widened, and cut, there
+    if cut:
+        part = part[:, shard.part(spec.shape[1])]
     start = spec.row + first
     target[start : start + part.shape[0]].copy_(part.reshape(part.shape[0], *target.shape[1:]), non_blocking=True)
 
 
-def _read(specs: list[TensorSpec], entries: dict[str, Entry], device: str) -> Iterator[tuple[TensorSpec, int, Tensor]]:
-    """Rows of tensors in the order of their bytes, so that a disk reads ahead: which, from which row on, values."""
+def _read_bytes(spec: TensorSpec, entry: Entry, shard: Shard) -> int:
+    return entry.num_bytes // shard.size if spec.shard == 0 else entry.num_bytes
+
+
+def _read(
+    specs: list[TensorSpec], entries: dict[str, Entry], device: str, shard: Shard
+) -> Iterator[tuple[TensorSpec, int, Tensor]]:
+    """This rank's rows of tensors in the order of their bytes, so that a disk reads ahead: which, from which of them
+    on, values."""
     if device == "cpu":
         for spec in sorted(specs, key=lambda s: (entries[s.name].file, entries[s.name].offset)):
-            yield spec, 0, read_tensor(entries[spec.name]).view(spec.shape)
+            yield spec, 0, read_tensor(entries[spec.name], spec, shard)
         return
-    for span, data in read_spans(spans_of(specs, entries), device):
+    for span, data in read_spans(spans_of(specs, entries, shard=shard), device):
         for piece in span.pieces:
             yield piece.spec, piece.first, piece_values(piece, data, entries[piece.spec.name].dtype)
 
@@ -155,13 +178,16 @@ def piece_values(piece: Piece, data: Tensor, kind: str) -> Tensor:
     return part.view(dtype).view(piece.rows, *piece.spec.shape[1:])
 
 
-def read_tensor(entry: Entry) -> Tensor:
-    """One tensor by plain reads: mapped pages would count as memory until their whole file is closed."""
-    data = np.fromfile(entry.file, dtype=np.uint8, count=entry.num_bytes, offset=entry.offset)
-    return torch.from_numpy(data).view(FILE_DTYPES[entry.dtype]).view(entry.shape)
+def read_tensor(entry: Entry, spec: TensorSpec, shard: Shard = WHOLE) -> Tensor:
+    """This rank's rows of a tensor by plain reads: mapped pages would count as memory until their file is closed."""
+    rows = shard.rows(spec)
+    step = entry.num_bytes // spec.shape[0]
+    count, at = (rows.stop - rows.start) * step, entry.offset + rows.start * step
+    data = np.fromfile(entry.file, dtype=np.uint8, count=count, offset=at)
+    return torch.from_numpy(data).view(FILE_DTYPES[entry.dtype]).view(-1, *spec.shape[1:])
 
 
-def assemble(config: ModelConfig, fields: dict[str, Tensor]) -> Weights:
+def assemble(config: ModelConfig, fields: dict[str, Tensor], shard: Shard = WHOLE) -> Weights:
     """Fields by name to frozen weights."""
     layers = tuple(_layer(config, fields, i, f"layers.{i}.") for i in range(config.num_layers))
     mtp = None
@@ -173,7 +199,7 @@ def assemble(config: ModelConfig, fields: dict[str, Tensor]) -> Weights:
             _layer(config, fields, config.num_layers, "mtp."),
             fields["mtp.norm"],
         )
-    return Weights(config, fields["embedding"], layers, fields["norm"], fields["lm_head"], mtp)
+    return Weights(config, fields["embedding"], layers, fields["norm"], fields["lm_head"], mtp, shard)
 
 
 def _layer(config: ModelConfig, fields: dict[str, Tensor], layer: int, prefix: str) -> LayerWeights:

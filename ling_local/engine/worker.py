@@ -1,11 +1,13 @@
-"""The far side of the engine door: ``python -m ling_local.engine.worker FD``, started by remote.py only.
+"""The far side of the engine door: ``python -m ling_local.engine.worker FD``, started by ranks.py only.
 
 Loads the engine, runs one request at a time and answers in messages. It ignores SIGINT (the front decides
-what Ctrl-C means) and ends at once when its pipe closes, also in the middle of a load or a step.
+what Ctrl-C means) and ends at once when its pipe closes, also in the middle of a load or a step. With several ranks,
+rank 0 does this, and the others do what it tells them (follow.py).
 """
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import pickle
@@ -18,9 +20,13 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from ling_local.engine.protocol import Engine, EngineSpec, Generation, ProgressFn
+from ling_local.engine.pulse import Pulse, keep_beating
+from ling_local.engine.ranks import Seat
 from ling_local.engine.remote import Accepted, Cancel, Failed, Ready, Start, Stepped
 from ling_local.errors import EngineError, LingError, OutOfMemory
 
+_PR_SET_PDEATHSIG = 1
+_LAST_S = 2.0  # for the front to read a last message and end this process
 _NO_MEMORY_WORDS = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory")
 
 
@@ -61,9 +67,16 @@ def main(fd: int) -> None:
     running = Running()
     starts: SimpleQueue[Start] = SimpleQueue()
     try:
-        spec = connection.recv()
+        spec, seat = connection.recv()
+        if seat.bound:
+            _end_with_parent()
         threading.Thread(target=_listen, args=(connection, running, starts), daemon=True).start()
-        engine = _load(connection, spec)
+        if seat.size > 1:
+            signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # ranks stopped one after the other would miss each other
+            keep_beating(Pulse(seat.pulse, seat.size), seat.rank)
+        engine = _load(connection, spec, seat)
+        if engine is not None and seat.rank > 0:
+            _follow(connection, engine, Connection(seat.others[0]))
         while engine is not None:
             _serve(connection, engine, starts.get(), running)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -83,9 +96,17 @@ def _listen(connection: Connection, running: Running, starts: SimpleQueue[Start]
             starts.put(message)
 
 
-def _load(connection: Connection, spec: EngineSpec) -> Engine | None:
+def _end_with_parent() -> None:
+    """Have the kernel end this process with the front, also when it hangs where Python cannot. Linux only."""
     try:
-        engine = load_engine(spec, connection.send)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    except (OSError, AttributeError):
+        return
+
+
+def _load(connection: Connection, spec: EngineSpec, seat: Seat) -> Engine | None:
+    try:
+        engine = load_engine(spec, connection.send, seat)
         connection.send(Ready(engine.info))
     except (BrokenPipeError, ConnectionResetError):
         raise
@@ -95,17 +116,20 @@ def _load(connection: Connection, spec: EngineSpec) -> Engine | None:
     return engine
 
 
-def load_engine(spec: EngineSpec, progress: ProgressFn | None) -> Engine:
-    """The engine itself, in this process."""
+def load_engine(spec: EngineSpec, progress: ProgressFn | None, seat: Seat | None = None) -> Engine:
+    """The engine itself, in this process; or one rank of it."""
     if spec.engine == "scripted":
         from ling_local.engine.scripted import ScriptedEngine
 
         return ScriptedEngine.load(spec, progress)
+    from ling_local.engine.launch import load_rank
     from ling_local.engine.native import NativeEngine
 
+    if seat is not None and seat.size > 1:
+        return load_rank(spec, seat, progress)
     return NativeEngine.load(
         Path(spec.model),
-        spec.device,
+        seat.device if seat else spec.device,
         spec.dtype,
         spec.draft,
         block=spec.block,
@@ -115,6 +139,19 @@ def load_engine(spec: EngineSpec, progress: ProgressFn | None) -> Engine:
         dummy=spec.dummy,
         accept=spec.accept,
     )
+
+
+def _follow(connection: Connection, engine: Engine, leader: Connection) -> None:
+    """Do what rank 0 says. Does not return: this rank ends, with a message where it failed."""
+    from ling_local.engine.follow import follow
+
+    try:
+        follow(engine, leader)
+        threading.Event().wait(2 * _LAST_S)  # rank 0 is gone: the front ends us, and says why
+    except BaseException as error:
+        connection.send(Failed(0, to_error(error, "run")))
+        threading.Event().wait(_LAST_S)
+    os._exit(1)
 
 
 def _serve(connection: Connection, engine: Engine, start: Start, running: Running) -> None:

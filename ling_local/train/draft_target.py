@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ling_local.engine.config import ModelConfig, load_model_config
 from ling_local.engine.layout import BF16, model_layout
-from ling_local.engine.native import tokenizer_size
+from ling_local.engine.source import tokenizer_size
 from ling_local.errors import EngineError
 from ling_local.train.kda import kda_chunked
 from ling_local.train.net import Net, Params, _layer, layer_params, make_net, rms

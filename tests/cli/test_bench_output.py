@@ -15,9 +15,9 @@ import pytest
 
 from ling_local.bench import BenchProgress
 from ling_local.cli.bench import bar, fit_together
-from ling_local.cli.bench_files import command_line
+from ling_local.cli.bench_files import REPEATED, command_line
 from ling_local.engine.protocol import EngineInfo
-from ling_local.settings import resolve
+from ling_local.settings import TABLE, resolve
 from program import Program, Result, seen, watch
 
 Write = Callable[..., Path]
@@ -227,3 +227,12 @@ def test_modes_take_turns_where_their_engines_fit_together(
         free_bytes=free_gib * gib,
     )
     assert fit_together(info, num, memory_gib and memory_gib * gib) is together
+
+
+def test_no_flag_that_decides_about_figures_is_missing_from_that_command(ling: Program) -> None:
+    """A flag of `ling bench` either says how a report is shown, or is repeated in the command."""
+    shown = {"json", "csv", "md", "format", "save", "compare", "plot", "color", "quiet", "verbose", "debug", "offline"}
+    page = ling("bench", "--help").text.partition("Examples:")[0]
+    flags = set(re.findall(r"(?<=[ ,])--([a-z][a-z-]+)", page)) - {"help"}
+    given = {row.name for row in TABLE.values() if row.flag.removeprefix("--") in flags}
+    assert given - shown == set(REPEATED.split())

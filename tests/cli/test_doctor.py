@@ -76,6 +76,9 @@ def test_linked_gpus_pass(doctor: Doctor) -> None:
     rows = doctor("cuda.device_count = lambda: 2")
     assert rows["links"][0]["detail"] == "2 GPUs, each reaches the memory of every other"
     assert rows["links"][0]["status"] == "pass"
+    # what is pretended reaches no memory: an exchange is tried all the same, and ends with a reason
+    assert rows["exchange"][0]["status"] == "warn"
+    assert rows["exchange"][0]["detail"].startswith("2 GPUs cannot work as one: rank ")
 
 
 @pytest.mark.parametrize(

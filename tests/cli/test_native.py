@@ -75,3 +75,10 @@ def test_too_long_a_prompt_is_refused_before_work(run) -> None:
     done = run("--ctx", "4")
     assert done.code == 2
     assert "the context holds 4" in done.err
+
+
+@pytest.mark.parametrize("text", ["0,x", "0,0", "-1", ""])
+def test_gpu_numbers_that_are_none(ling: Program, text: str) -> None:
+    done = ling("complete", "--gpus", text, stdin=b"x")
+    assert done.code == 2
+    assert "--gpus" in done.err

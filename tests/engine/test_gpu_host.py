@@ -54,7 +54,7 @@ class FakeCuda:
         step(*args)
 
     @contextmanager
-    def graph(self, graph: FakeGraph, pool: object) -> Iterator[None]:
+    def graph(self, graph: FakeGraph, pool: object, capture_error_mode: str = "") -> Iterator[None]:
         assert pool == (0, 1)
         tensors = [value for value in vars(self.state).values() if isinstance(value, Tensor)]
         kept = [value.clone() for value in tensors]

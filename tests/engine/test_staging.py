@@ -12,6 +12,7 @@ from ling_local.engine import weights as room
 from ling_local.engine.checkpoint import check_files
 from ling_local.engine.config import load_model_config
 from ling_local.engine.layout import model_layout
+from ling_local.engine.shard import WHOLE, Shard
 from ling_local.engine.staging import BUFFERS, read_spans, spans_of
 from ling_local.engine.weights import fill_fields, piece_values
 from ling_local.errors import ModelError
@@ -42,24 +43,25 @@ def test_spans_cover_every_byte_once_in_order(folder: Path, span_bytes: int) -> 
     assert rows == {spec.name: spec.shape[0] for spec in specs}
 
 
+@pytest.mark.parametrize("shard", [WHOLE, Shard(0, 2), Shard(1, 2)], ids=["whole", "first", "second"])
 @pytest.mark.parametrize("span_bytes", [1000, 20_000])
 def test_staged_weights_are_those_of_plain_reads(
-    folder: Path, span_bytes: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, span_bytes: int, shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_model_config(folder)
-    specs = model_layout(config)
+    specs = model_layout(config, shard.size)
     entries = check_files(folder, specs)
-    want = fill_fields(specs, entries, torch.float32, "cpu")
-    spans = spans_of(specs, entries, span_bytes)
+    want = fill_fields(specs, entries, torch.float32, "cpu", shard=shard)
+    spans = spans_of(specs, entries, span_bytes, shard)
     assert len(spans) > BUFFERS, "the buffers must be used again"
 
-    def staged(_specs: object, _entries: object, device: str) -> object:
+    def staged(_specs: object, _entries: object, device: str, _shard: Shard) -> object:
         for span, data in read_spans(spans, device):
             for piece in span.pieces:
                 yield piece.spec, piece.first, piece_values(piece, data, entries[piece.spec.name].dtype)
 
     monkeypatch.setattr(room, "_read", staged)
-    got = fill_fields(specs, entries, torch.float32, "cpu")
+    got = fill_fields(specs, entries, torch.float32, "cpu", shard=shard)
     assert got.keys() == want.keys()
     for name in want:
         assert torch.equal(got[name], want[name]), name

@@ -15,7 +15,16 @@ from ling_local.settings import TABLE
 from program import COMMAND, Program
 
 COMMANDS = ("complete", "chat", "serve", "bench", "doctor", "models", "pull", "config", "help")
-WRITTEN = ("chat", "complete", "bench", "models", "pull", "doctor", "config")  # commands with more than a list of flags
+WRITTEN = (
+    "chat",
+    "complete",
+    "serve",
+    "bench",
+    "models",
+    "pull",
+    "doctor",
+    "config",
+)  # commands with more than a list of flags
 TOPICS = ("exit-codes", "files", "keys", "scripted", "settings", "speculation", "speed", "troubleshooting")
 FAST = (
     ["--help"],

@@ -24,6 +24,7 @@ ROOMS = {
     "text": 2,
     "engine.config": 2,
     "engine.layout": 3,
+    "engine.shard": 3.5,
     "engine.checkpoint": 4,
     "engine.script": 4,
     "engine.shapes": 4,
@@ -32,6 +33,15 @@ ROOMS = {
     "engine.state": 5,
     "engine.model": 6,
     "engine.width": 1,
+    "engine.pulse": 1,
+    "engine.pinning": 1,
+    "engine.gpus": 4.5,
+    "engine.links": 4.6,
+    "engine.exchange_probe": 4.6,
+    "engine.follow": 7.86,
+    "engine.work": 7.95,
+    "engine.ranks": 8.5,
+    "engine.launch": 10.5,
     "engine.threads": 1,
     "engine.drafter": 7,
     "engine.dspark": 7.5,
@@ -73,7 +83,8 @@ ROOMS = {
 TORCH_BEHIND = {"engine.weights", "engine.state", "engine.model", "engine.step", "engine.native", "train"}
 TORCH_BEHIND |= {"engine.drafter", "engine.drafts", "engine.dspark", "engine.nextn", "engine.generation"}
 TORCH_BEHIND |= {"engine.capture", "engine.gpu", "engine.dummy", "engine.memory", "engine.forced", "engine.source"}
-TORCH_BEHIND |= {"engine.staging", "engine.breakdown", "engine.timing"}
+TORCH_BEHIND |= {"engine.staging", "engine.breakdown", "engine.timing", "engine.launch", "engine.follow"}
+TORCH_BEHIND |= {"engine.exchange_probe", "engine.work"}
 MAX_LINES, MAX_FUNCTION = 400, 80
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from ling_kernels.cuda.compile import ProgressFn
 from ling_kernels.cuda.dense import DenseOps
 from ling_kernels.cuda.draft import DraftOps
@@ -20,6 +22,9 @@ from ling_kernels.cuda.driver import Device
 from ling_kernels.cuda.latent import LatentOps
 from ling_kernels.cuda.recurrent import RecurrentOps
 from ling_kernels.cuda.sample import SampleOps
+from ling_kernels.exchange import Board
+
+COMPILING_S = 600.0  # that ranks wait for the one that compiles
 
 
 class CudaOps(DenseOps, RecurrentOps, LatentOps, SampleOps, DraftOps):
@@ -27,7 +32,27 @@ class CudaOps(DenseOps, RecurrentOps, LatentOps, SampleOps, DraftOps):
 
 
 def open_ops(
-    index: int = 0, cache: Path | None = None, progress: ProgressFn | None = None, pdl: bool = True
+    index: int = 0,
+    cache: Path | None = None,
+    progress: ProgressFn | None = None,
+    pdl: bool = True,
+    board: Board | None = None,
+    peer_memory: bool = True,
 ) -> CudaOps:
-    """Compile (or find in `cache`) and load the kernels for GPU `index`. Raises KernelError."""
-    return CudaOps(Device(index, cache, progress, pdl))
+    """Compile (or find in `cache`) and load the kernels for GPU `index`. Raises KernelError.
+
+    board: what the ranks share, where there are several: all of them call this. peer_memory: see `open_exchange`.
+    """
+    if board is None:
+        return CudaOps(Device(index, cache, progress, pdl))
+    from ling_kernels.cuda.exchange import open_exchange
+    from ling_kernels.cuda.ranks import CudaRankOps
+
+    torch.cuda.set_device(index)
+    if board.rank > 0 and cache is not None:
+        board.share(seconds=COMPILING_S)  # rank 0 compiles, the others find what it kept
+    device = Device(index, cache, progress, pdl)
+    if board.rank == 0 and cache is not None:
+        board.share(seconds=COMPILING_S)
+    board.share(seconds=COMPILING_S)
+    return CudaRankOps(device, *open_exchange(device, board, peer_memory))

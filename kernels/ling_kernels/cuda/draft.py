@@ -131,6 +131,7 @@ class DraftOps(AheadOps):
         self, base: Tensor, h: Tensor, anchor: Tensor, params: DraftParams, positions: Tensor, sampling: Sampling
     ) -> Proposal:
         num, rank, where = base.shape[0], params.markov_w1.shape[1], base.device
+        vocab = self.local_vocab(sampling, base.shape[1])
         name = _pick_name(rank)
         grid = BLOCKS_PER_SM * self.device.properties.num_sms
         blocks = grid if sampling.greedy else BLOCKS
@@ -145,14 +146,23 @@ class DraftOps(AheadOps):
                 self._markov_input(inputs, h[row], anchor, drawn, params, row)
             args = [params.markov_w1, params.markov_w2, bias, base[row], logits, drawn]
             args += [drawn[row] if sampling.greedy else None, anchor, h[row], params.confidence, params.confidence_bias]
-            args += [params.temperatures[row:], confidence[row:], blocks, row, sampling.vocab, rank, h.shape[1]]
+            args += [params.temperatures[row:], confidence[row:], blocks, row, vocab, rank, h.shape[1]]
             args += [int(params.confidence_with_markov), row % 2 if self.turns else 0, self.asked]
             self.device.launch(name, grid + 1, MARKOV_THREADS, args)
-            if logits is not None:
+            if logits is None:
+                self.settle_pick(drawn[row], base.shape[1])
+            else:
                 self.draw(logits, positions[row:], sampling, 1, drawn=drawn[row])
         tokens = torch.empty(num, dtype=torch.int64, device=where)
         self.device.launch("markov_tokens", num, 32, [drawn, blocks, tokens])
         return Proposal(tokens, confidence)
+
+    def local_vocab(self, sampling: Sampling, count: int) -> int:
+        """Ids that may be chosen among the `count` rows of the vocabulary that this GPU holds."""
+        return sampling.vocab
+
+    def settle_pick(self, drawn: Tensor, count: int) -> None:
+        """After a greedy pick over `count` rows of the vocabulary: its candidates, in place, to those of all ranks."""
 
     def _markov_input(
         self, inputs: Tensor, hidden: Tensor, anchor: Tensor, drawn: Tensor, params: DraftParams, row: int

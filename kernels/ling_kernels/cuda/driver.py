@@ -103,6 +103,15 @@ class Device:
         (status,) = driver.cuLaunchKernelEx(config, self._function(name, shared), packed(args), 0)
         self._check(status, f"kernel {name} was not launched")
 
+    @property
+    def driver(self):
+        """The driver's functions."""
+        return self._driver
+
+    def check(self, status: object, what: str) -> None:
+        """KernelError where the driver did not do what it was asked for."""
+        self._check(status, what)
+
     def resident(self, name: str, block: int, shared: int = 0) -> int:
         """How many blocks of kernel `name` the whole GPU holds at once; at least one a multiprocessor is assumed."""
         key = (name, block, shared)

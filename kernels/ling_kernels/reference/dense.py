@@ -51,7 +51,7 @@ def exchange_norm(
     partial: Tensor | None, x: Tensor, weight: Tensor, eps: float, rows: int | None = None
 ) -> tuple[Tensor, Tensor]:
     if partial is not None:
-        x = x + partial
+        x = (x + partial).to(x.dtype)
     return x, rms_norm(x, weight, eps)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,7 +50,20 @@ def context(taps: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, posi
             cache[index, side].index_copy_(0, positions[:rows], fresh[:rows])
 
 
-def block(x: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, length: Tensor, extent: int) -> Tensor:
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def block(
+    x: Tensor,
+    params: DraftParams,
+    cache: Tensor,
+    rope: Tensor,
+    length: Tensor,
+    extent: int,
+    summed: Callable[[Tensor], Tensor] = _same,
+) -> Tensor:
+    """summed: a partial [n, D] to its sum over ranks."""
     num = x.shape[0]
     angles = rope.index_select(0, length + torch.arange(num, device=x.device))
     earlier = torch.arange(extent, device=x.device) < length
@@ -60,8 +75,8 @@ def block(x: Tensor, params: DraftParams, cache: Tensor, rope: Tensor, length: T
         keys, values = _keys_values(h, layer, params, angles)
         keys = torch.cat([cache[index, 0, :extent], keys])
         values = torch.cat([cache[index, 1, :extent], values])
-        x = x + F.linear(_attend(q, keys, values, visible), layer.out_proj)
-        x = x + mlp(rms_norm(x, layer.mlp_norm, params.eps), layer.mlp)
+        x = (x + summed(F.linear(_attend(q, keys, values, visible), layer.out_proj))).to(x.dtype)
+        x = (x + summed(mlp(rms_norm(x, layer.mlp_norm, params.eps), layer.mlp))).to(x.dtype)
     return rms_norm(x, params.norm, params.eps)
 
 
@@ -76,15 +91,22 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
 
 
 def pick(
-    base: Tensor, h: Tensor, anchor: Tensor, params: DraftParams, positions: Tensor, sampling: Sampling
+    base: Tensor,
+    h: Tensor,
+    anchor: Tensor,
+    params: DraftParams,
+    positions: Tensor,
+    sampling: Sampling,
+    whole: Callable[[Tensor], Tensor] = _same,
 ) -> Proposal:
+    """whole: logits of this rank's rows of the vocabulary to those of all."""
     drafts, confidence = [], []
     before = anchor.view(1)
     state = torch.zeros(1, params.markov_w1.shape[1], dtype=torch.float32, device=base.device)
     for row in range(base.shape[0]):
         hidden, known = h[row : row + 1].float(), params.markov_w1.index_select(0, before).float()
         bias, state = _markov(hidden, known, state, params)
-        logits = base[row : row + 1] + F.linear(bias, params.markov_w2.float())
+        logits = whole(base[row : row + 1] + F.linear(bias, params.markov_w2.float()))
         confidence.append(_confidence(hidden, known, params, row))
         before = choose(logits[:, : sampling.vocab], positions[row : row + 1], sampling)
         drafts.append(before)

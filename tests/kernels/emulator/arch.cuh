@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <ctime>
 #include <functional>
 
 typedef unsigned char u8;
@@ -66,6 +67,7 @@ void fail(const char* why);
 void copy(void* to, const void* from, u32 bytes);  // to 16 bytes; those that are not given are zero
 void commit();                                      // copies so far are a group
 void copies_wait(u32 pending);                      // for all but the youngest groups
+void look_again();    // others may run meanwhile
 
 // Bring a value; then those of all lanes of this meeting may be read, until the next meeting but one.
 template <class T>
@@ -324,3 +326,25 @@ inline void load_matrices_transposed(u32 (&v)[4], const void* row) {
     v[i] = pair;
   }
 }
+
+// Memory that several ranks see is shared between processes here. A block that waits lets its other threads run.
+inline void post_packet(void* to, u64 data, u32 number) {
+  if (uintptr_t(to) & 15) emulator::fail("a packet is not aligned");
+  if (!emulator::self->waits) emulator::fail("a packet was posted before the wait");
+  const u64 halves[2] = {u64(number) << 32 | u32(data), u64(number) << 32 | u32(data >> 32)};
+  for (int i = 0; i < 2; ++i) __atomic_store_n(static_cast<u64*>(to) + i, halves[i], __ATOMIC_RELEASE);
+}
+inline bool take_packet(const void* from, u64& data, u32 number) {
+  u64 halves[2];
+  for (int i = 0; i < 2; ++i) halves[i] = __atomic_load_n(static_cast<const u64*>(from) + i, __ATOMIC_ACQUIRE);
+  data = u64(u32(halves[1])) << 32 | u32(halves[0]);
+  return u32(halves[0] >> 32) == number && u32(halves[1] >> 32) == number;
+}
+inline u32 load_volatile(const u32* from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
+inline void store_volatile(u32* to, u32 value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
+inline u64 clock_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return u64(now.tv_sec) * 1000000000ull + u64(now.tv_nsec);
+}
+inline void look_again() { emulator::look_again(); }

@@ -296,3 +296,43 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&v)[4], const void
                : "r"(shared_address(row))
                : "memory");
 }
+
+// ---- exchange: memory that several GPUs see ----------------------------------------------------------------------
+// A packet is 16 bytes: 8 of data, and beside each half of them the number of the exchange that they belong to. A half
+// is written and read whole, so a packet needs no flag after it and no fence: it is there when both numbers are right.
+
+__device__ __forceinline__ void post_packet(void* to, u64 data, u32 number) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(u32(data)), "r"(number),
+               "r"(u32(data >> 32)), "r"(number)
+               : "memory");
+}
+
+// Whether the packet of that number is there; then its data.
+__device__ __forceinline__ bool take_packet(const void* from, u64& data, u32 number) {
+  u32 low, first, high, second;
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(low), "=r"(first), "=r"(high), "=r"(second)
+               : "l"(from)
+               : "memory");
+  data = u64(high) << 32 | low;
+  return first == number && second == number;
+}
+
+// A word that others may change meanwhile, on the device or on the host.
+__device__ __forceinline__ u32 load_volatile(const u32* from) {
+  u32 v;
+  asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_volatile(u32* to, u32 value) {
+  asm volatile("st.volatile.global.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 clock_ns() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// Between two looks at what another GPU is to write.
+__device__ __forceinline__ void look_again() {}

@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(64)
   *step = number + 1;
 }
 
-// grid: rows; one warp each. The token, and its probability in the softmax of the row.
+// grid: rows; one warp each. The token, and its probability in the softmax of the row. logits null: it is the best one.
 extern "C" __global__ void __launch_bounds__(WARP)
     sample_picked(const float* logits, int stride, const u64* best, const u64* drawn, const float* sums, i64* tokens,
                   float* confidence) {
@@ -155,7 +155,8 @@ extern "C" __global__ void __launch_bounds__(WARP)
   let_next_start();
   const int row = blockIdx.x, lane = threadIdx.x;
   best += row * SAMPLE_BLOCKS;
-  const int token = candidate_id(best_of(drawn + row * SAMPLE_BLOCKS, SAMPLE_BLOCKS));
+  const u64 chosen = best_of(drawn + row * SAMPLE_BLOCKS, SAMPLE_BLOCKS);
+  const int token = candidate_id(chosen);
   const float max = candidate_value(best_of(best, SAMPLE_BLOCKS));
   float total = 0.0f;
   for (int b = lane; b < SAMPLE_BLOCKS; b += WARP) {
@@ -164,6 +165,7 @@ extern "C" __global__ void __launch_bounds__(WARP)
   total = warp_sum(total);
   if (lane == 0) {
     tokens[row] = token;
-    confidence[row] = expf(logits[i64(row) * stride + token] - max) / total;
+    const float logit = logits == nullptr ? candidate_value(chosen) : logits[i64(row) * stride + token];
+    confidence[row] = expf(logit - max) / total;
   }
 }

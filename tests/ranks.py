@@ -1,0 +1,69 @@
+"""Two or more ranks in the threads of one process, for tests of what they compute."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+from ling_kernels.exchange import Board
+from ling_local.engine.follow import Peers, follow
+from ling_local.engine.native import NativeEngine
+
+
+def boards(size: int) -> list[Board]:
+    """What `size` ranks share."""
+    fd = os.memfd_create("test-ranks", 0)
+    try:
+        return [Board(fd, rank, size) for rank in range(size)]
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def ranks_of(folder: Path, size: int = 2, **options: Any) -> Iterator[list[NativeEngine]]:
+    """The engines of all ranks; rank 0's is the one to ask. The others follow from threads until the end."""
+    engines: list[NativeEngine | None] = [None] * size
+    errors: list[BaseException] = []
+    options = {"threads": 1, **options}
+
+    def load(board: Board) -> None:
+        try:
+            engines[board.rank] = NativeEngine.load(folder, board=board, **options)
+        except BaseException as error:
+            errors.append(error)
+
+    _together([lambda board=board: load(board) for board in boards(size)])
+    if errors:
+        raise errors[0]
+    pipes = [Pipe() for _ in range(size - 1)]
+
+    def lead(rank: int) -> None:
+        try:
+            follow(engines[rank], pipes[rank - 1][1])
+        except BaseException as error:
+            errors.append(error)
+
+    engines[0].peers = Peers([ours for ours, _ in pipes])
+    threads = [threading.Thread(target=lead, args=(rank,)) for rank in range(1, size)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield engines  # type: ignore[misc]
+    finally:
+        engines[0].close()
+        for thread in threads:
+            thread.join(20)
+    assert not errors, errors
+
+
+def _together(bodies: list[Any]) -> None:
+    threads = [threading.Thread(target=body) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
