@@ -69,6 +69,16 @@ BENCH_ROWS = (
         kept=False,
     ),
     Setting(
+        "engines",
+        "str",
+        None,
+        ("--engine",),
+        "Engine to measure, or several with commas: native, sglang, scripted.",
+        "LIST",
+        shown="native",
+        kept=False,
+    ),
+    Setting(
         "full_width",
         "bool",
         False,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from device_checks import Place, assert_near
+from ling_kernels.cuda.dense import Candidates
 from ling_kernels.ops import (
     MAX_STOP_IDS,
     ROW_TILE,
@@ -18,6 +19,7 @@ from ling_kernels.ops import (
     Limits,
     MlaParams,
     MlpParams,
+    Proposal,
     Sampling,
     Verdict,
 )
@@ -218,10 +220,31 @@ def make_limits(place: Place, remaining: int = 100, stop: tuple[int, ...] = (), 
     )
 
 
-def check_verdict(place: Place, vocab: int, padded: int, sampling: Sampling, rows: int, thorough: bool = True) -> None:
-    """Tokens, count, ring entry: with drafts that agree for a while, stops, a limit, NaN and done."""
+def heads_best(logits: Tensor, span: int) -> Candidates:
+    """What the head says of its logits [ROW_TILE, n] beside them."""
+    parts = torch.nn.functional.pad(logits, (0, -logits.shape[1] % span), value=-torch.inf)
+    parts = parts.view(ROW_TILE, -1, span)
+    values, place = parts.nan_to_num(-torch.inf, -torch.inf, -torch.inf).max(-1)
+    ids = place + span * torch.arange(parts.shape[1], device=logits.device)
+    broken = torch.nn.functional.pad(~logits.isfinite(), (0, -logits.shape[1] % span)).view(parts.shape).any(-1)
+    values = values.masked_fill(broken, torch.nan)
+    return Candidates(logits, values.T.contiguous(), ids.T.int().contiguous(), span)
+
+
+def check_verdict(
+    place: Place,
+    vocab: int,
+    padded: int,
+    sampling: Sampling,
+    rows: int,
+    thorough: bool = True,
+    span: int = 0,
+    scale: float = 4.0,
+) -> None:
+    """Tokens, count, ring entry: with drafts that agree for a while, stops, a limit, NaN and done. span: the head's
+    best of so many ids each are known, 0 where they are not."""
     generator = torch.Generator().manual_seed(70)
-    logits = (4 * torch.randn(ROW_TILE, padded, generator=generator)).to(place.device)
+    logits = (scale * torch.randn(ROW_TILE, padded, generator=generator)).to(place.device)
     logits[:, 5:9] = logits[:, 4:5]  # ties
     logits[0, vocab:] = 1e9  # padding is never chosen
     positions = torch.arange(ROW_TILE, device=place.device) * 3 + 11
@@ -234,15 +257,22 @@ def check_verdict(place: Place, vocab: int, padded: int, sampling: Sampling, row
         wrong[rows // 2] += 1
         cases.append((wrong, make_limits(place)))
     for drafted, limits in cases if thorough else cases[-1:]:
-        _compare_verdicts(place, logits, drafted, positions, sampling, limits, rows)
+        _compare_verdicts(place, logits, drafted, positions, sampling, limits, rows, span)
     for value in (torch.nan, torch.inf) if thorough else ():
         broken = logits.clone()
         broken[rows - 1, vocab // 2] = value
+        place.ops.candidates = heads_best(broken, span) if span else None
         got = place.ops.verdict(broken, drafts, positions, sampling, make_limits(place), rows)
         want = sample.verdict(broken, drafts, positions, sampling, make_limits(place), rows)
         assert got.count == want.count == 0
         assert got.entry[5] == want.entry[5] == 1
         assert 0 <= got.tokens.min() <= got.tokens.max() < vocab
+        broken = logits.clone()
+        broken[:, vocab - 1 if vocab % 2 else 0] = value  # in the tail, or in the first span
+        place.ops.candidates = heads_best(broken, span) if span else None
+        got = place.ops.verdict(broken, drafts, positions, sampling, make_limits(place), rows)
+        assert (got.count, got.entry[5]) == (0, 1)
+    place.ops.candidates = None
 
 
 def _compare_verdicts(
@@ -253,7 +283,9 @@ def _compare_verdicts(
     sampling: Sampling,
     limits: Limits,
     rows: int,
+    span: int,
 ) -> None:
+    place.ops.candidates = heads_best(logits, span) if span else None
     got = place.ops.verdict(logits, drafts, positions, sampling, limits, rows)
     want = sample.verdict(logits, drafts, positions, sampling, limits, rows)
     for name in ("tokens", "count", "anchor", "done", "entry"):
@@ -261,10 +293,11 @@ def _compare_verdicts(
 
 
 def check_advance(place: Place) -> None:
-    """Eight steps and more: words and ring as the reference leaves them."""
-    start = [torch.tensor(value, device=place.device) for value in (7, 3)]
-    rings, words, limits = [], [], []
+    """Eight steps and more: words and ring as the reference leaves them, also where drafts are proposed."""
+    start = [7 + torch.arange(ROW_TILE, device=place.device), torch.tensor(3, device=place.device)]
+    rings, words, limits, drafts = [], [], [], []
     for _ in range(2):
+        drafts.append(torch.zeros(ROW_TILE - 1, dtype=torch.int64, device=place.device))
         rings.append(torch.ones(8, 38, dtype=torch.int64, device=place.device))
         words.append([word.clone() for word in start])
         limits.append(make_limits(place))
@@ -272,10 +305,15 @@ def check_advance(place: Place) -> None:
         count = torch.tensor(number % 3, device=place.device)
         entry = torch.arange(22, device=place.device) * (number + 1)
         ended = torch.tensor(number == 9, device=place.device)
-        verdict = Verdict(entry[:2], count, start[0] + number, ended, entry)
+        verdict = Verdict(entry[:2], count, start[1] + number, ended, entry)
         place.ops.advance(verdict, rings[0], *words[0], limits[0])
         sample.advance(verdict, rings[1], *words[1], limits[1])
-    for got, want in zip((rings[0], *words[0], *limits[0]), (rings[1], *words[1], *limits[1]), strict=True):
+        if number % 4:
+            proposal = Proposal(entry[: number + 2] + 5, torch.rand(number + 2).to(place.device))
+            place.ops.expect(proposal, drafts[0], rings[0], limits[0].step)
+            sample.expect(proposal, drafts[1], rings[1], limits[1].step)
+    kept = [(ring, draft, *word, *limit) for ring, draft, word, limit in zip(rings, drafts, words, limits, strict=True)]
+    for got, want in zip(*kept, strict=True):
         assert torch.equal(got, want)
 
 

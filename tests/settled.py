@@ -8,8 +8,10 @@ from emulator import EmulatedDevice
 from ling_kernels.cuda.driver import Argument
 
 # Places of such arguments: written several kernels earlier, and by none that may still run. (history and state; keys
-# and values below the window, positions, length; rows that the kernel before the router wrote; router logits, or lists)
+# and values below the window, positions, length; norms side by side since their first use; the residual stream, to
+# which a partial is added)
 SETTLED = {
+    "exchange_norm": (1,),
     "kda_verify_sums": (5, 6),
     "kda_verify_sums_uneven": (5, 6),
     "mla_query": (12,),
@@ -17,13 +19,13 @@ SETTLED = {
     "mla_attend_128_3": (3, 4),
     "mla_attend_128_5": (3, 4),
     "mla_attend_64_1": (3, 4),
+    "mla_attend_group_1": (3, 4),
+    "mla_attend_group_3": (3, 4),
+    "mla_attend_group_5": (3, 4),
     "mla_merge": (3,),
+    "draft_heads": (2,),
     "draft_attend": (3, 4, 5),
     "draft_merge": (3,),
-    "experts_gate_up_8": (0,),
-    "experts_gate_up_16": (0,),
-    "experts_down_8": (3, 5),
-    "experts_down_16": (3, 5),
 }
 
 
@@ -34,7 +36,10 @@ class SettledDevice(EmulatedDevice):
         self, name: str, grid: int | Sequence[int], block: int, args: Sequence[Argument], shared: int = 0
     ) -> None:
         before = dict(self._constants)
-        self.constant(*[args[at] for at in SETTLED.get(name, ()) if args[at] is not None])
+        settled = SETTLED.get(name, ())
+        if name == "exchange_norm" and args[0] is None:
+            settled = ()  # what it norms comes from the kernel before
+        self.constant(*[args[at] for at in settled if args[at] is not None])
         try:
             super().launch(name, grid, block, args, shared)
         finally:

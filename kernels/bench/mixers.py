@@ -17,8 +17,10 @@ from torch import Tensor
 
 import ling_kernels
 from ling_kernels.cuda import CudaOps
+from ling_kernels.cuda.dense import Candidates
 from ling_kernels.ops import (
     MAX_STOP_IDS,
+    RING_HEADER,
     ROW_TILE,
     DraftLayerParams,
     DraftParams,
@@ -26,6 +28,7 @@ from ling_kernels.ops import (
     Limits,
     MlaParams,
     MlpParams,
+    Proposal,
     Sampling,
 )
 from ling_kernels.reference.mla import rope_table
@@ -33,6 +36,12 @@ from ling_kernels.reference.mla import rope_table
 # heads of the rank, hidden, KDA layers, rank of the query (0: none), vocabulary of the rank
 SHAPES = {"tiny": (16, 1536, 18, 256, 157184), "flash4": (8, 2560, 35, 0, 39296)}
 BF16, FP32 = 2, 4
+SAMPLINGS = {
+    "greedy": (0.0, 0, 1.0),
+    "top-k 20, top-p 0.95": (0.8, 20, 0.95),
+    "top-p 0.95": (0.8, 0, 0.95),
+    "temperature": (0.8, 0, 1.0),
+}
 
 
 def time_kda(ops: CudaOps, heads: int, layers: int, rows: int) -> Iterator[Timing]:
@@ -79,7 +88,10 @@ def time_mla(ops: CudaOps, heads: int, rank: int, context: int, rows: int) -> It
         low = (weight(rank), weight(heads * 192, rank)) if rank else (None, None)
         params = MlaParams(up, *low, weight(512), up[:, :128], up[:, 128:], up, heads, 64, 1e-6)
         calls.append(_call(ops.mla, proj, weight(capacity, 576), table, positions, params, rows, capacity))
-    yield Timing("mla, all its launches", rows, size, time_graph(calls))
+    for groups in (True, False):
+        ops.groups = groups
+        yield Timing(f"mla, all its launches{'' if groups else ', by single warps'}", rows, size, time_graph(calls))
+    ops.groups = True
 
 
 def time_sampling(ops: CudaOps, vocab: int, rows: int) -> Iterator[Timing]:
@@ -88,11 +100,30 @@ def time_sampling(ops: CudaOps, vocab: int, rows: int) -> Iterator[Timing]:
     whole = torch.zeros(8, dtype=torch.int64, device="cuda")
     limits = Limits(whole[0] + 100, whole.new_full((MAX_STOP_IDS,), -1), torch.tensor(False, device="cuda"), whole[1])
     drafts = torch.zeros(rows - 1, dtype=torch.int64, device="cuda") if rows > 1 else None
-    for name, words in {"greedy": (0.0, 0, 1.0), "drawn, top-k and top-p": (0.8, 40, 0.9)}.items():
-        numbers = torch.tensor(words, device="cuda")
-        sampling = Sampling(words[0] == 0, numbers[0], numbers[1].long(), numbers[2], whole[2], vocab)
+    span = 304  # about what a block of the head walks
+    parts = torch.nn.functional.pad(logits, (0, -vocab % span), value=-100.0).view(ROW_TILE, -1, span).max(-1)
+    ids = (parts.indices + span * torch.arange(parts.values.shape[1], device="cuda")).T.int().contiguous()
+    known = Candidates(logits, parts.values.T.contiguous(), ids, span)
+    for name, words in SAMPLINGS.items():
+        sampling = sampling_of(words, vocab)
         call = _call(ops.verdict, logits, drafts, positions, sampling, limits, rows)
-        yield Timing(f"verdict, {name}", rows, FP32 * rows * vocab, time_graph([call] * 20))
+        for ops.candidates in (known, None):
+            beside = "beside the head" if ops.candidates else "alone"
+            size = FP32 * (rows * vocab if ops.candidates is None else 2 * ids.numel())
+            yield Timing(f"verdict {beside}, {name}", rows, size, time_graph([call] * 20))
+    verdict = ops.verdict(logits, drafts, positions, sampling_of(SAMPLINGS["greedy"], vocab), limits, rows)
+    ring = torch.zeros(8, RING_HEADER + 2 * ROW_TILE, dtype=torch.int64, device="cuda")
+    call = _call(ops.advance, verdict, ring, positions, whole[3], limits)
+    yield Timing("advance", rows, FP32 * 2 * ring.shape[1], time_graph([call] * 20))
+    proposal = Proposal(positions[:7], torch.rand(7, device="cuda"))
+    call = _call(ops.expect, proposal, whole.new_zeros(15), ring, limits.step)
+    yield Timing("expect, 7 drafts", 7, FP32 * 2 * 21, time_graph([call] * 20))
+
+
+def sampling_of(words: tuple[float, int, float], vocab: int) -> Sampling:
+    numbers = torch.tensor(words, device="cuda")
+    seed = torch.zeros((), dtype=torch.int64, device="cuda")
+    return Sampling(words[0] == 0, numbers[0], numbers[1].long(), numbers[2], seed, vocab)
 
 
 def draft_params(
@@ -144,10 +175,11 @@ def time_draft(ops: CudaOps, hidden: int, vocab: int, context: int) -> Iterator[
     size = weights + _bytes(cache) * context / capacity
     yield Timing("draft_block", 7, size, time_graph([_call(ops.draft_block, x, params, cache, table, length, 0)]))
     base, positions = torch.randn(7, vocab, device="cuda"), torch.arange(7, device="cuda")
-    numbers, whole = torch.zeros(3, device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
-    sampling = Sampling(True, numbers[0], whole[0], numbers[1], whole[1], vocab)
-    call = _call(ops.markov_pick, base, x, whole[2], params, positions, sampling)
-    size = 7 * _bytes(params.markov_w2) + _bytes(base)
+    anchor, size = torch.zeros((), dtype=torch.int64, device="cuda"), 7 * _bytes(params.markov_w2) + _bytes(base)
+    for name, words in SAMPLINGS.items():
+        call = _call(ops.markov_pick, base, x, anchor, params, positions, sampling_of(words, vocab))
+        yield Timing(f"markov_pick, 7 picks, {name}", 7, size, time_graph([call]))
+    call = _call(ops.markov_pick, base, x, anchor, params, positions, sampling_of(SAMPLINGS["greedy"], vocab))
     for turns, asked in ((True, 2), (False, 2), (True, 0), (False, 0), (True, 4)):
         ops.turns, ops.asked = turns, asked
         yield Timing(f"7 picks, {'to and fro' if turns else 'one way'}, {asked} asked", 7, size, time_graph([call]))
@@ -172,11 +204,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 9])
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--no-ahead", action="store_true", help="kernels ask for nothing ahead")
+    parser.add_argument("--ahead", action="store_true", help="kernels ask L2 for what later ones read")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
-    ops.asks = not args.no_ahead
+    ops.asks = args.ahead
     heads, hidden, layers, rank, vocab = SHAPES[args.shape]
     timings: list[Timing] = []
     with torch.inference_mode():

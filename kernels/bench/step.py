@@ -35,9 +35,11 @@ RUNS, STEPS = 5, 40
 
 
 def begin(state: SequenceState, context: int) -> None:
-    """As if `context` tokens had been through the model, and without end."""
+    """As if `context` tokens had been through the model, and without end. Drafts are random: equal rows would
+    choose the same experts."""
     state.reserve(context + 2048)
     state.begin(context, 1, 1 << 40, [], SamplingParams(temperature=0.0))
+    state.drafts.random_(state.sampling.vocab)
 
 
 def milliseconds(run: Callable[[], None]) -> tuple[float, float]:
@@ -145,15 +147,13 @@ def main() -> None:
     parser.add_argument("--draft", action="store_true")
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--no-ahead", action="store_true", help="kernels ask for nothing ahead")
-    parser.add_argument("--early", type=float, default=0.4, help="share of L2 that a projection asks for of its own")
+    parser.add_argument("--ahead", action="store_true", help="kernels ask L2 for what later ones read")
     parser.add_argument("--late-norm", action="store_true", help="exchange_norm waits before it lets the next one in")
-    parser.add_argument("--together", type=int, default=12, help="warps of projections that share a multiprocessor")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
-    ops.asks = not args.no_ahead
-    ops.early, ops.early_norm, ops.together = args.early, not args.late_norm, args.together
+    ops.asks = args.ahead
+    ops.early_norm = not args.late_norm
     config = dummy.shard_of(dummy.MODELS[args.model], args.shard)
     if args.layers:
         config = replace(config, num_layers=args.layers)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 ROW_TILE = 16
 MAX_STOP_IDS = 16
+DRAFT_BEST = 64  # a draft is drawn from so many best tokens at most
 STOPPED_EOS, STOPPED_LENGTH = 1, 2
 ERROR_NON_FINITE = 1
 RING_HEADER = 6  # step number, count, drafted, accepted, finish, error; then ROW_TILE ids, and as many confidences
@@ -298,14 +299,20 @@ class Ops(Protocol):
         """
         ...
 
-    def advance(self, verdict: Verdict, ring: Tensor, length: Tensor, anchor: Tensor, limits: Limits) -> None:
-        """Move a sequence's words past what a step committed, in place: length and anchor [] int64, the limits' own;
-        and write its entry, padded with zeros, into row step % S of ring [S, RING_HEADER + 2 * ROW_TILE] int64."""
+    def advance(self, verdict: Verdict, ring: Tensor, positions: Tensor, anchor: Tensor, limits: Limits) -> None:
+        """Move a sequence's words past what a step committed, in place: positions [ROW_TILE] of a window's rows and
+        anchor [] int64, the limits' own; and write its entry, padded with zeros, into row step % S of ring
+        [S, RING_HEADER + 2 * ROW_TILE] int64."""
+        ...
+
+    def expect(self, proposal: Proposal, drafts: Tensor, ring: Tensor, step: Tensor) -> None:
+        """Keep n drafts in the first of drafts [ROW_TILE - 1] int64, and their confidences, in millionths, behind the
+        ids of the entry of the step before `step` [], in row (step - 1) % S of the ring."""
         ...
 
     def pick(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Proposal:
-        """Draft by the target's own rule from logits [n, V] fp32; positions [n] as in markov_pick. The confidence is
-        the draft's own probability."""
+        """Draft by the target's own rule, but from the DRAFT_BEST best tokens at most, of logits [n, V] fp32; positions
+        [n] as in markov_pick. The confidence is the draft's own probability."""
         ...
 
     def draft_context(
@@ -337,6 +344,7 @@ class Ops(Protocol):
     ) -> Proposal:
         """Pick drafts left to right: base [n, V] fp32 logits and h [n, D] of the rows that predict them, plus a bias
         from the token before. positions [n]: of the rows that will verify them, which key the noise, so that draft
-        and target draw with the same noise. Source: dspark.md sections 5 and 6.1.
+        and target draw with the same noise; from the DRAFT_BEST best tokens at most, of which equal ones may fall out
+        at the end. Source: dspark.md sections 5 and 6.1.
         """
         ...

@@ -25,6 +25,7 @@ _TIMES = ("tok/s", "TPOT", "step", "GPU")  # what the spread of TPOT says someth
 _SAME = (
     ("ling",),
     ("model", "id"),
+    ("model", "engine"),
     ("model", "dtype"),
     ("machine", "device"),
     ("machine", "cpu"),
@@ -62,19 +63,30 @@ def read_reports(file: Path) -> tuple[Document, ...]:
 
 def compare(now: Sequence[Document], then: Sequence[Document], file: str) -> dict[str, Any]:
     """Ratios now / then of each mode that both have, with what else differs between the runs."""
-    before = {_mode(document): document for document in then}
-    modes = [document for document in now if _mode(document) in before]
+    several = any(len({_engine(document) for document in documents}) > 1 for documents in (now, then))
+
+    def mode(document: Document) -> str:
+        """With its engine where there are several on a side; else two engines may be compared with each other."""
+        return f"{_engine(document)} {_mode(document)}" if several else _mode(document)
+
+    before = {mode(document): document for document in then}
+    modes = [document for document in now if mode(document) in before]
     differs: list[str] = []
     for document in modes:
-        differs += _differences(document, before[_mode(document)])
+        differs += _differences(document, before[mode(document)])
     return {
         "file": file,
         "differs": list(dict.fromkeys(differs)),
-        "only_in_one": sorted({*map(_mode, now)} ^ set(before)),
+        "only_in_one": sorted({*map(mode, now)} ^ set(before)),
         "modes": [
-            {"mode": _mode(document), "figures": list(_ratios(document, before[_mode(document)]))} for document in modes
+            {"mode": mode(document), "figures": list(_ratios(document, before[mode(document)]))} for document in modes
         ],
     }
+
+
+def _engine(document: Document) -> str:
+    """Without its version; a report of a time when there was one engine does not name it."""
+    return document["model"].get("engine", "native").partition(" ")[0]
 
 
 def _mode(document: Document) -> str:

@@ -26,6 +26,7 @@ def model_facts(info: EngineInfo, draft: bool) -> dict[str, Any]:
     """The model, and the drafter where drafts are made."""
     return {
         "id": info.model,
+        "engine": info.engine,
         "dtype": info.dtype,
         "drafter": info.drafter if draft else "off",
         "block": info.block if draft else 0,

@@ -13,8 +13,9 @@ import typer
 
 from ling_local.cli import options as opt
 from ling_local.cli.bench_dummy import check_dummy_flags, print_breakdown
+from ling_local.cli.bench_engines import engines_asked, explain_all, for_engine, with_value
 from ling_local.cli.bench_files import check_files, command_line, save, write
-from ling_local.cli.bench_tables import FORMATS, aligned, compared_cells, compared_lines, mode_name, warnings
+from ling_local.cli.bench_tables import FORMATS, aligned, compared_cells, compared_lines, lane_name, warnings
 from ling_local.cli.opening import Opened, open_model, open_other, sampling, wait_loaded
 from ling_local.cli.output import Output
 from ling_local.cli.pages import Page
@@ -39,8 +40,9 @@ PAGE = Page(
         "ling bench --md >> notes.md",
         "ling bench --dummy tiny --device cuda --prompt-tokens 8192 --accept-pattern 3,0,7",
         "ling bench --dummy flash --shard 4 --device cuda --breakdown",
+        "ling bench --engine native,sglang -m inclusionAI/Ling-3.0-tiny --device cuda",
     ),
-    rare=("prompt_tokens", "temperature", "top_p", "top_k", "seed", "think", *opt.RARE),
+    rare=("prompt_tokens", "temperature", "top_p", "top_k", "seed", "think", *opt.RARE_OF_BENCH),
     defaults=(("seed", "0"), ("task", "code; all of them for --check")),
     notes="Each repetition makes exactly --tokens tokens (the end of a turn is ignored) from a prompt of its own; "
     "exit code 1 if one could not. The model's own sampling defaults are not taken: greedy unless you say otherwise. "
@@ -50,7 +52,8 @@ PAGE = Page(
     "drafter asked for, and compares all ids; exit code 1 if one differs. Seconds are for information.\n\n"
     "--accept-pattern makes each step accept that many drafts: the drafter, the verify pass and the commit do all of "
     "their work, and the drafts are then replaced by what the model is known to say, or not to say. The ids stay what "
-    "they are without drafts. A report of a dummy, a cut or a forced run says so in its first line.",
+    "they are without drafts. A report of a dummy, a cut or a forced run says so in its first line.\n\n"
+    "Several engines are measured one after the other, each in the modes asked for.",
 )
 DEFAULT_TOKENS = 128
 _MEMORY_SHARE = 0.5  # of the machine, that weights of several engines may fill together
@@ -63,7 +66,7 @@ _BAR = 20
     "dummy layers shard accept_pattern breakdown check check_blocks format save compare plot prompt_tokens",
     *opt.SAMPLING,
     "think",
-    *opt.RARE,
+    *opt.RARE_OF_BENCH,
 )
 def command(
     context: typer.Context,
@@ -73,9 +76,14 @@ def command(
 ) -> bool:
     """Measure how fast the model runs here: first token, time per token, tokens per second."""
     settings, output = opt.open_settings(context)
+    engines = engines_asked(settings)
+    settings = with_value(settings, "engine", engines[-1])
     wanted = _format(settings, json, csv, md)
     output.json = wanted == "json"
     names = _modes(settings)
+    if settings["explain"]:
+        explain_all(settings, output, engines, names or ("auto",))
+        return True
     check_dummy_flags(settings)
     _check_task_flags(settings)
     then = check_files(settings)
@@ -85,7 +93,11 @@ def command(
         from ling_local.cli.bench_check import check_and_print
 
         return check_and_print(settings, output, names, wanted)
-    reports, interleaved = _measure(settings, output, names)
+    reports: tuple[BenchReport, ...] = ()
+    for engine in engines:
+        made, interleaved = _measure(for_engine(settings, engine, engines), output, names)
+        reports += made
+    interleaved = interleaved and len(engines) == 1
     _deliver(reports, "interleaved" if interleaved else "one after the other", settings, output, wanted, then)
     return all(report.exact for report in reports)
 
@@ -137,7 +149,7 @@ def _measure(settings: Settings, output: Output, asked: tuple[str, ...]) -> tupl
 
     names = asked or ("off", "auto")
     first = "auto" if "auto" in names else names[0]
-    with open_model(_with_speculation(settings, first), output) as opened:
+    with open_model(with_value(settings, "speculation", first), output) as opened:
         wait_loaded(opened)
         names, first = _resolved(names, first, opened, output)
         plans = {name: _plan(settings, draft=name != "off") for name in names}
@@ -160,10 +172,6 @@ def _measure(settings: Settings, output: Output, asked: tuple[str, ...]) -> tupl
         return tuple(reports[name] for name in names), False
 
 
-def _with_speculation(settings: Settings, name: str) -> Settings:
-    return replace(settings, values={**settings.values, "speculation": name})
-
-
 def _resolved(names: tuple[str, ...], first: str, opened: Opened, output: Output) -> tuple[tuple[str, ...], str]:
     """The same with the drafter's name in place of "auto"; without one, "auto" means the same as "off"."""
     if first != "auto":
@@ -182,9 +190,10 @@ def _fit_together(opened: Opened, num_engines: int) -> bool:
 
 def fit_together(info: EngineInfo, num_engines: int, memory_bytes: int | None) -> bool:
     """Whether so many engines like this one may be open at once. memory_bytes: of the machine, None where unknown."""
-    if info.device.startswith(
-        "cuda"
-    ):  # the first one's weights and state, and what a drafter, a context and graphs may take
+    if info.device.startswith("cuda"):
+        if info.ranks > 1 or info.engine != "native":  # what is free on each GPU is not known, or taken all at once
+            return False
+        # the first one's weights and state, and what a drafter, a context and graphs may take
         each = info.weight_bytes + info.state_bytes
         return num_engines * (_GPU_SHARE * each + _GPU_EXTRA_BYTES) < info.free_bytes
     return memory_bytes is None or num_engines * info.weight_bytes < _MEMORY_SHARE * memory_bytes
@@ -263,7 +272,7 @@ def _deliver(
         document["compared"] = compared
     save(settings, document)
     if settings["plot"] is not None:
-        names = [mode_name(document["model"]) for document in documents]
+        names = [lane_name(document, documents) for document in documents]
         title = f"{reports[0].info.model}, task {reports[0].plan.task}: {reports[0].plan.tokens:,} tokens"
         write(Path(settings["plot"]).expanduser(), plot(reports, names, title))
     if wanted in ("json", "csv") or not output.stdout.terminal:  # else a person reads them in the table

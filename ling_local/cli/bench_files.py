@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 # what decides about the figures, in the order of a command line; not how they are shown
 REPEATED = """
     model dummy layers shard task prompt_tokens tokens repetitions requests warmup modes speculation block full_width
-    accept_pattern breakdown check check_blocks temperature top_p top_k seed think device gpus dtype ctx threads engine
+    accept_pattern breakdown check check_blocks temperature top_p top_k seed think device gpus dtype ctx threads
+    engine engines sglang_arg
 """
 
 
@@ -27,11 +28,13 @@ def command_line(settings: Settings) -> str:
     words = ["ling", "bench"]
     for name in REPEATED.split():
         row, value = TABLE[name], settings[name]
-        if settings.is_default(name) or value is None:
+        if settings.is_default(name) or value is None or (name == "engine" and settings["engines"] is not None):
             continue
         if row.kind == "bool":
             yes, _, no = row.flags[0].partition("/")
             words += [yes if value else no] if value or no else []
+        elif row.kind == "list":
+            words += [word for item in value for word in (row.flag, item)]
         else:
             words += [row.flag, f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(words)

@@ -53,15 +53,34 @@ def mode_name(model: Mapping[str, Any]) -> str:
     return f"{model['drafter']}/{model['block']}" if model["block"] else model["drafter"]
 
 
-def machine_lines(document: Document) -> list[str]:
-    """The program, the model and where it ran; what makes the run no ordinary one stands in front."""
+def lane_name(document: Document, documents: Sequence[Document]) -> str:
+    """What tells a report from those beside it: its mode, and its engine where they differ in that."""
+    return _lead(document, documents) + mode_name(document["model"])
+
+
+def _lead(document: Document, documents: Sequence[Document]) -> str:
+    several = len({_engine(other) for other in documents}) > 1
+    return f"{_engine(document)} " if several else ""
+
+
+def _engine(document: Document) -> str:
+    """The engine without its version."""
+    return document["model"]["engine"].partition(" ")[0]
+
+
+def machine_lines(document: Document, documents: Sequence[Document] = ()) -> list[str]:
+    """The program, the model and where it ran; what makes the run no ordinary one stands in front.
+
+    documents: those of the same run beside it, whose engines are named, too.
+    """
     model, machine = document["model"], document["machine"]
     size = f", {model['parameters'] / 1e6:,.1f} M parameters" if model["parameters"] else ""
     torch = f", torch {machine['torch']}" if machine["torch"] else ""
+    engines = _engines(document, *documents)
     cpu = f"{machine['cpu']}, {machine['cpus']} CPUs, {_gib(machine['memory_bytes'])}"
     lines = [
         *(f"[{mark}]" for mark in document["marks"]),
-        f"ling {document['ling']}: {model['id']}{size}, {model['dtype']} on {machine['device']}",
+        f"ling {document['ling']}: {model['id']}{size}, {model['dtype']}{engines} on {machine['device']}",
         f"machine: {cpu}; {machine['platform']}; Python {machine['python']}{torch}",
     ]
     if machine["gpu"]:
@@ -69,6 +88,12 @@ def machine_lines(document: Document) -> list[str]:
     if document["command"]:
         lines.append(f"again: {document['command']}")
     return lines
+
+
+def _engines(*documents: Document) -> str:
+    """The engines with their versions, where they are not only ours."""
+    names = list(dict.fromkeys(document["model"]["engine"] for document in documents))
+    return "" if names in (["native"], ["scripted"]) else f", {' and '.join(sorted(names))}"
 
 
 def _gib(size: int | None) -> str:
@@ -106,7 +131,7 @@ def _run_line(document: Document, order: str) -> str:
 
 def _cells(documents: Sequence[Document]) -> Cells:
     """A column a mode: times first, then what its drafts brought."""
-    lines: Cells = [["", *(mode_name(document["model"]) for document in documents)]]
+    lines: Cells = [["", *(lane_name(document, documents) for document in documents)]]
 
     def add(name: str, value: Callable[[Document], str]) -> None:
         lines.append([name, *(value(document) for document in documents)])
@@ -151,15 +176,12 @@ def _rate_at(document: Document, position: int) -> str:
 
 def _conclusions(documents: Sequence[Document]) -> Iterator[str]:
     """How the modes compare, the long answer beside the public record, and the verdict on all of it."""
-    plain = next((d["decode"]["tpot_ms"]["mean"] for d in documents if d["model"]["drafter"] == "off"), None)
     for document in documents:
-        tpot = document["decode"]["tpot_ms"]["mean"]
-        if document["model"]["drafter"] != "off" and plain and tpot:
-            yield f"{mode_name(document['model'])}: {plain / tpot:.2f} times as fast as off"
+        yield from _faster(document, documents)
     answer = documents[0]["answer"]
     record, made = answer["record"], f"{documents[0]['run']['tokens']:,}"
     how = "as measured" if answer["measured"] else f"from {made} tokens: TTFT + {answer['tokens'] - 1:,} x TPOT"
-    here = ", ".join(f"{mode_name(d['model'])} {number(d['answer']['seconds'])} s" for d in documents)
+    here = ", ".join(f"{lane_name(d, documents)} {number(d['answer']['seconds'])} s" for d in documents)
     rows = ", ".join(f"{row['name']} {row['seconds']:g} s" for row in record["rows"])
     yield f"a {answer['tokens']:,}-token answer here: {here} ({how})"
     yield f"  elsewhere: {rows} ({record['machine']}; {answer['tokens']:,} x TPOT)"
@@ -176,11 +198,24 @@ def _conclusions(documents: Sequence[Document]) -> Iterator[str]:
         yield f"believe it? Nothing speaks against it: {facts}"
 
 
+def _faster(document: Document, documents: Sequence[Document]) -> Iterator[str]:
+    """How much faster its tokens come than without drafts, and than those of the first engine in the same mode."""
+    mode, engine, first = document["model"]["drafter"], _engine(document), _engine(documents[0])
+    beside = [("off", engine)] if mode != "off" else []
+    beside += [(mode, first)] if engine != first else []
+    tpot = document["decode"]["tpot_ms"]["mean"]
+    for wanted in beside:
+        other = next((d for d in documents if (d["model"]["drafter"], _engine(d)) == wanted), None)
+        if other is not None and tpot and other["decode"]["tpot_ms"]["mean"]:
+            ratio = other["decode"]["tpot_ms"]["mean"] / tpot
+            yield f"{lane_name(document, documents)}: {ratio:.2f} times as fast as {lane_name(other, documents)}"
+
+
 def warnings(documents: Sequence[Document]) -> list[str]:
     """All warnings, each once: with the mode's name where not all of several modes have it."""
     everywhere = [warning for warning in documents[0]["warnings"] if all(warning in d["warnings"] for d in documents)]
     own = [
-        f"{document['model']['drafter']}: {warning}"
+        f"{_lead(document, documents)}{document['model']['drafter']}: {warning}"
         for document in documents
         for warning in document["warnings"]
         if warning not in everywhere
@@ -210,8 +245,10 @@ def compared_cells(compared: Mapping[str, Any]) -> Cells:
 
 def table(documents: Sequence[Document], order: str, compared: Mapping[str, Any] | None) -> str:
     """For a terminal."""
-    parts = [*machine_lines(_most_marked(documents)), _run_line(documents[0], order), ""]
-    parts += [aligned(_cells(documents), _FIRST, _WIDTH), "", *_conclusions(documents)]
+    lines = _cells(documents)
+    width = max(_WIDTH, *(len(name) + 2 for name in lines[0]))
+    parts = [*machine_lines(_most_marked(documents), documents), _run_line(documents[0], order), ""]
+    parts += [aligned(lines, _FIRST, width), "", *_conclusions(documents)]
     if compared:
         cells = compared_cells(compared)
         parts += ["", *compared_lines(compared), aligned(cells, max(len(line[0]) for line in cells) + 2, 15)]
@@ -220,7 +257,7 @@ def table(documents: Sequence[Document], order: str, compared: Mapping[str, Any]
 
 def markdown_page(documents: Sequence[Document], order: str, compared: Mapping[str, Any] | None) -> str:
     """For a page of notes."""
-    head = [*machine_lines(_most_marked(documents)), _run_line(documents[0], order)]
+    head = [*machine_lines(_most_marked(documents), documents), _run_line(documents[0], order)]
     parts = [broken(head), markdown(_cells(documents)), broken(list(_conclusions(documents)))]
     if compared:
         parts += [broken(compared_lines(compared)), markdown(compared_cells(compared))]
@@ -241,6 +278,7 @@ def _csv_rows(document: Document) -> list[dict[str, Any]]:
     run = {
         "ling": document["ling"],
         "model": model["id"],
+        "engine": model["engine"],
         "dtype": model["dtype"],
         "device": machine["device"],
         "machine": machine["gpu"] or machine["cpu"],

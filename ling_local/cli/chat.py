@@ -8,7 +8,7 @@ import typer
 
 from ling_local.cli import options as opt
 from ling_local.cli.figures import stats_dict, stats_line, usage_dict
-from ling_local.cli.opening import Answer, Opened, model_facts, open_model, sampling, sampling_facts, stream
+from ling_local.cli.opening import Answer, Opened, explained, model_facts, open_model, sampling, sampling_facts, stream
 from ling_local.cli.output import Output, read_stdin
 from ling_local.cli.pages import Page
 from ling_local.errors import UsageError
@@ -45,6 +45,8 @@ PAGE = Page(
 def command(context: typer.Context) -> None:
     """Talk with the model, or ask one question with -p or on stdin."""
     settings, output = opt.open_settings(context)
+    if explained(settings, output):
+        return
     if settings["prompt"] is None and output.stdin.terminal:
         if output.json:
             raise UsageError("--json needs a prompt", 'Give one with -p "...", or pipe one in.')

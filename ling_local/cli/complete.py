@@ -10,7 +10,7 @@ import typer
 from ling_local import __version__
 from ling_local.cli import options as opt
 from ling_local.cli.figures import stats_dict, stats_line, usage_dict
-from ling_local.cli.opening import Answer, Opened, model_facts, open_model, sampling, sampling_facts, stream
+from ling_local.cli.opening import Answer, Opened, explained, model_facts, open_model, sampling, sampling_facts, stream
 from ling_local.cli.output import Output, read_stdin
 from ling_local.cli.pages import Page
 from ling_local.errors import UsageError
@@ -48,6 +48,8 @@ def command(
 ) -> None:
     """Continue a file or a text: prints what comes next, byte for byte, as it is made."""
     settings, output = opt.open_settings(context)
+    if explained(settings, output):
+        return
     text = _input(file, settings, output)
     answer = Answer()
     if settings["max_tokens"] == 0:  # a value, not "unlimited": nothing is asked for, so nothing is loaded

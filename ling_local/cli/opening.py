@@ -74,11 +74,17 @@ def model_spec(settings: Settings) -> tuple[EngineSpec, Settings]:
     else:
         folder = hub.find_model(name, offline=settings["offline"])
         settings = with_model(settings, folder)
+    sglang = settings["engine"] == "sglang"
+    if sglang and name is None and dummy is None:
+        raise UsageError("--engine sglang needs a model", "Give one, as in -m inclusionAI/Ling-3.0-tiny.")
+    if settings["sglang_arg"] and not sglang and settings.sources["sglang_arg"].startswith("flag"):
+        raise UsageError("--sglang-arg is for --engine sglang", "Give both, or none.")
+    device = "cuda" if sglang and settings.is_default("device") else settings["device"]
     spec = EngineSpec(
         model=str(folder),
         engine=settings["engine"],
-        device=settings["device"],
-        dtype=settings["dtype"] or DTYPE_OF[settings["device"]],
+        device=device,
+        dtype=settings["dtype"] or DTYPE_OF[device],
         draft=settings["speculation"],
         block=settings["block"] or 0,
         context=settings["ctx"],
@@ -86,8 +92,21 @@ def model_spec(settings: Settings) -> tuple[EngineSpec, Settings]:
         gpus=gpu_numbers(settings["gpus"]),
         dummy=dummy,
         accept=accept_pattern(settings) if settings["speculation"] != "off" else (),
+        passed=settings["sglang_arg"] if sglang else (),
     )
     return spec, settings
+
+
+def explained(settings: Settings, output: Output) -> bool:
+    """Print what would be started where --explain asks for it; False where it does not. Raises as model_spec does."""
+    if not settings["explain"]:
+        return False
+    if settings["engine"] != "sglang":
+        raise UsageError("--explain is for --engine sglang", "Give both, or none.")
+    from ling_local.engine.sglang.explain import explain
+
+    output.print(explain(model_spec(settings)[0]))
+    return True
 
 
 def gpu_numbers(text: str | None) -> tuple[int, ...]:

@@ -26,16 +26,21 @@ def _option(name: str) -> Any:
 
 def _completion(name: str) -> Callable[[str], list[str]] | None:
     """What the shell offers for the flag's value; None: nothing of ours."""
-    if name in ("model", "modes"):
-        return {"model": model_names, "modes": _modes}[name]
+    if name == "model":
+        return model_names
+    if name in _LISTS:
+        return lambda incomplete: _next_of(TABLE[_LISTS[name]].choices, incomplete)
     choices = TABLE[name].choices
     return (lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]) if choices else None
 
 
-def _modes(incomplete: str) -> list[str]:
-    """The next of several drafters with commas between them."""
+_LISTS = {"modes": "speculation", "engines": "engine"}  # settings that hold several values of another one
+
+
+def _next_of(choices: tuple[str, ...], incomplete: str) -> list[str]:
+    """The next of several values with commas between them."""
     before, comma, last = incomplete.rpartition(",")
-    known = [name for name in TABLE["speculation"].choices if name not in before.split(",")]
+    known = [name for name in choices if name not in before.split(",")]
     return [f"{before}{comma}{name}" for name in known if name.startswith(last)]
 
 
@@ -47,9 +52,10 @@ def model_names(incomplete: str) -> list[str]:
 
 
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
-ENGINE = ("block", "device", "gpus", "dtype", "ctx", "threads", "engine")
+ENGINE = ("block", "device", "gpus", "dtype", "ctx", "threads", "engine", "sglang_arg")
 STREAMS = ("color", "quiet", "verbose", "debug", "offline")
-RARE = (*ENGINE, *STREAMS)
+RARE = (*ENGINE, "explain", *STREAMS)
+RARE_OF_BENCH = tuple("engines" if name == "engine" else name for name in RARE)  # there it may name several
 
 
 def flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -9,7 +9,7 @@ import typer
 
 from ling_local import hub
 from ling_local.cli import options as opt
-from ling_local.cli.opening import Opened, check_drafter, open_model
+from ling_local.cli.opening import Opened, check_drafter, explained, open_model
 from ling_local.cli.output import Output
 from ling_local.cli.pages import Page
 from ling_local.engine.protocol import EngineInfo
@@ -43,6 +43,8 @@ PAGE = Page(
 def command(context: typer.Context) -> None:
     """Answer other programs: the OpenAI protocol on a local port."""
     settings, output = opt.open_settings(context)
+    if explained(settings, output):
+        return
     _check(settings)
     from ling_local.serve.server import address_of, bind, is_local
 

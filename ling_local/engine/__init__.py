@@ -5,7 +5,7 @@ from __future__ import annotations
 from ling_local.engine.protocol import Engine, EngineSpec, ProgressFn
 from ling_local.errors import UsageError
 
-ENGINES = ("native", "scripted")
+ENGINES = ("native", "scripted", "sglang")
 
 
 def open_engine(spec: EngineSpec, progress: ProgressFn | None = None) -> Engine:

@@ -24,12 +24,13 @@ DSPARK_FOLDER = "dspark"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as CUDA numbers it."""
+    """One GPU as CUDA numbers it. capability: (9, 0) is Hopper, (10, 0) Blackwell, (0, 0) unknown."""
 
     index: int
     name: str
     free: int
     total: int
+    capability: tuple[int, int] = (0, 0)
 
 
 class _Memory(ctypes.Structure):
@@ -68,13 +69,15 @@ def visible_order(variable: str | None, count: int) -> list[int]:
     return numbers
 
 
-def _ask(nvml: ctypes.CDLL, number: int) -> tuple[str, int, int]:
+def _ask(nvml: ctypes.CDLL, number: int) -> tuple[str, int, int, tuple[int, int]]:
     handle, memory = ctypes.c_void_p(), _Memory()
+    major, minor = ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(96)
     nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle))
     nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
     nvml.nvmlDeviceGetName(handle, name, len(name))
-    return name.value.decode("utf-8", "replace"), memory.free, memory.total
+    nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    return name.value.decode("utf-8", "replace"), memory.free, memory.total, (major.value, minor.value)
 
 
 def rank_devices(spec: EngineSpec) -> list[str]:

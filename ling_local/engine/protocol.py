@@ -18,6 +18,7 @@ class EngineInfo:
     state_bytes  what the state for `context_limit` tokens takes; free_bytes: what was free on a GPU before the load
     marks    what makes this no ordinary run of an ordinary model, for every report: dummy weights, forced accepts
     forced   accept counts that are forced, step by step and again; () where the drafts decide
+    engine   "native", or another engine with its version, as "sglang 0.5.23"
     """
 
     model: str
@@ -37,6 +38,7 @@ class EngineInfo:
     forced: tuple[int, ...] = ()
     device_name: str = ""
     device_id: str = ""
+    engine: str = "native"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class EngineSpec:
     """What to open. Complete: defaults are resolved before it is made.
 
     model    a checkpoint folder; for engine "scripted", the script file
-    engine   "native", or "scripted" (tests)
+    engine   "native", "sglang", or "scripted" (tests)
     device   "cpu" or "cuda"; dtype "float32" or "bfloat16"
     draft    "off", "auto", "mtp" or "dspark"; block: drafts per step, 0 for the drafter's own
     context  tokens to hold at most, 0 for the model's own limit, or on a GPU for what fits
@@ -81,6 +83,7 @@ class EngineSpec:
     ranks    ranks on a CPU, 0 for one: what several GPUs do, to try it where there are none
     dummy    random weights in place of `model`, which is then only a name
     accept   accept counts to force, step by step and again (measurements); () lets the drafts decide
+    passed   for engine "sglang": its own flags as KEY=VALUE
     """
 
     model: str
@@ -95,6 +98,7 @@ class EngineSpec:
     ranks: int = 0
     dummy: Dummy | None = None
     accept: tuple[int, ...] = ()
+    passed: tuple[str, ...] = ()
 
 
 class Generation(Protocol):

@@ -119,6 +119,7 @@ class ScriptedEngine:
             vocab_size=script.vocab_size,
             drafter="dspark" if script.block else "off",
             block=script.block,
+            engine="scripted",
         )
 
     def generate(self, request: TokenRequest) -> ScriptedGeneration:

@@ -46,13 +46,15 @@ class SequenceState:
     """State of the one sequence on one rank.
 
     recurrent [kda layers, H, head, head] fp32 as [value, key]; conv [kda layers, 3, 3P]; latent [mla layers, C, L+r];
-    rope [C, r] fp32; length, anchor, remaining, step [] int64; done [] bool; stop_ids [MAX_STOP_IDS];
-    ring [RING_SLOTS, RING_HEADER + 2 * ROW_TILE] int64; sampling. extent: host bound of the positions in use, a
-    multiple of the attention's split; how large it is changes time, never bits.
+    rope [C, r] fp32; remaining, step [] int64; done [] bool; stop_ids [MAX_STOP_IDS]; ring [RING_SLOTS, RING_HEADER +
+    2 * ROW_TILE] int64; sampling. extent: host bound of the positions in use, a multiple of the attention's split; how
+    large it is changes time, never bits.
+
+    ids, positions [ROW_TILE] int64 are the next window's rows, so that nothing is launched to make it. length [],
+    anchor [] and drafts [ROW_TILE - 1] are views of them: positions are set by `stand_at` and `advance` only.
 
     A drafter adds its own: draft_context [layers, 2, C, Hkv, head] and draft_rope [C, dim] (DSpark), mtp_latent
-    [C, L+r], mtp_rows [ROW_TILE, D] and mtp_hidden [1, D] (NEXTN), truth [C] int64 (forced accepts). drafts and
-    confidence [ROW_TILE - 1] are the proposal that the next window verifies.
+    [C, L+r], mtp_rows [ROW_TILE, D] and mtp_hidden [1, D] (NEXTN), truth [C] int64 (forced accepts).
     """
 
     draft_context: Tensor | None = None
@@ -72,12 +74,13 @@ class SequenceState:
         self.conv = torch.zeros(num_kda, 3, 3 * heads * head, dtype=dtype, device=device)
         self.latent = torch.zeros(len(config.mla_layers), rows, config.latent_dim, dtype=dtype, device=device)
         self.rope = rope_table(rows, config.qk_rope_head_dim, config.rope_theta, device)
-        self.length, self.anchor, self.remaining, self.step = torch.zeros(4, dtype=torch.int64, device=device)
+        self.ids = torch.zeros(ROW_TILE, dtype=torch.int64, device=device)
+        self.positions = torch.arange(ROW_TILE, device=device)
+        self.length, self.anchor, self.drafts = self.positions[0], self.ids[0], self.ids[1:]
+        self.remaining, self.step = torch.zeros(2, dtype=torch.int64, device=device)
         self.done = torch.ones((), dtype=torch.bool, device=device)
         self.stop_ids = torch.full((MAX_STOP_IDS,), -1, dtype=torch.int64, device=device)
         self.ring = torch.zeros(RING_SLOTS, RING_HEADER + 2 * ROW_TILE, dtype=torch.int64, device=device)
-        self.drafts = torch.zeros(ROW_TILE - 1, dtype=torch.int64, device=device)
-        self._tile = torch.arange(ROW_TILE, device=device)
         words = torch.zeros(2, dtype=torch.int64, device=device)
         reals = torch.ones(2, dtype=torch.float32, device=device)
         self.sampling = Sampling(True, reals[0], words[0], reals[1], words[1], vocab)
@@ -91,9 +94,13 @@ class SequenceState:
         """Say on the host that positions up to `length` + ROW_TILE may be in use from now on."""
         self.extent = min(-(-(length + ROW_TILE) // SPLIT) * SPLIT, self.latent.shape[1])
 
+    def stand_at(self, length: int) -> None:
+        """Say that `length` tokens have been through the model."""
+        torch.arange(length, length + ROW_TILE, out=self.positions)
+
     def begin(self, length: int, anchor: int, remaining: int, stop_ids: list[int], params: SamplingParams) -> None:
         """Set the device words for a request. The host wrote `length` tokens by prefill; sampling is its mode."""
-        self.length.fill_(length)
+        self.stand_at(length)
         self.anchor.fill_(anchor)
         self.remaining.fill_(remaining)
         self.step.zero_()
@@ -108,30 +115,23 @@ class SequenceState:
 
     def window(self, width: int) -> Window:
         """The anchor and the first width - 1 drafts as rows of a tile. The rows past them are never looked at."""
-        ids = torch.cat([self.anchor.view(1), self.drafts])
-        return Window(ids, self.length + self._tile, self.drafts[: width - 1] if width > 1 else None, width)
+        return Window(self.ids, self.positions, self.drafts[: width - 1] if width > 1 else None, width)
 
-    def expect(self, proposal: Proposal) -> None:
-        """Keep what the next window verifies; its confidences go into the last step's ring entry, in millionths."""
-        num = proposal.drafts.shape[0]
-        self.drafts[:num].copy_(proposal.drafts)
-        entry = (proposal.confidence * 1e6).long()[None]
-        column = RING_HEADER + ROW_TILE
-        self.ring[:, column : column + num].index_copy_(0, self._slot(self.step - 1), entry)
-
-    def _slot(self, step: Tensor) -> Tensor:
-        return (step % RING_SLOTS).view(1)
+    def expect(self, ops: Ops, proposal: Proposal) -> None:
+        """Keep what the next window verifies; its confidences go into the last step's ring entry. Device only."""
+        ops.expect(proposal, self.drafts, self.ring, self.step)
 
     def advance(self, ops: Ops, verdict: Verdict) -> None:
         """Move the words past what a step committed and write its ring entry. Device only."""
-        ops.advance(verdict, self.ring, self.length, self.anchor, self.limits)
+        ops.advance(verdict, self.ring, self.positions, self.anchor, self.limits)
 
     def clear(self) -> None:
         """As new: nothing of any earlier sequence is left, not even rubbish past its end."""
         drafter = (self.draft_context, self.mtp_latent, self.mtp_rows, self.mtp_hidden)
-        for tensor in (self.recurrent, self.conv, self.latent, self.length, self.ring, *drafter):
+        for tensor in (self.recurrent, self.conv, self.latent, self.ring, *drafter):
             if tensor is not None:
                 tensor.zero_()
+        self.stand_at(0)
         self.done.fill_(True)
 
     def rewind(self) -> None:

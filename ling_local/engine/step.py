@@ -24,7 +24,7 @@ def step(ops: Ops, weights: Weights, state: SequenceState, drafter: Drafter | No
     verdict = ops.verdict(logits, window.drafts, window.positions, state.sampling, state.limits, width)
     commit(ops, weights, state, drafter, window, hidden, verdict)
     if drafter and following:
-        state.expect(drafter.propose(ops, weights, state, following))
+        state.expect(ops, drafter.propose(ops, weights, state, following))
 
 
 def commit(

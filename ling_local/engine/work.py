@@ -74,7 +74,7 @@ class RankWork:
         known = self._tensor(ids)
         state.anchor.copy_(known[0])
         state.drafts[: rows - 1].copy_(known[1:])
-        state.length.fill_(start)
+        state.stand_at(start)
         window = state.window(rows)
         hidden = forward(self.ops, self.weights, state, window.ids, window.positions, rows)
         self.ops.kda_commit(hidden.staged, state.conv, state.recurrent, torch.full_like(state.length, rows))

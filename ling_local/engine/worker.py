@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -38,6 +39,7 @@ class Running:
         self._number = 0
         self._generation: Generation | None = None
         self._cancelled = 0  # the highest number asked for; numbers only grow
+        self.last_act: Callable[[], None] | None = None  # before the process ends because the front is gone
 
     def begin(self, number: int, generation: Generation) -> None:
         with self._lock:
@@ -77,6 +79,8 @@ def main(fd: int) -> None:
         engine = _load(connection, spec, seat)
         if engine is not None and seat.rank > 0:
             _follow(connection, engine, Connection(seat.others[0]))
+        if spec.engine == "sglang" and engine is not None:  # its processes hold the GPU's memory
+            running.last_act = engine.close
         while engine is not None:
             _serve(connection, engine, starts.get(), running)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -89,6 +93,8 @@ def _listen(connection: Connection, running: Running, starts: SimpleQueue[Start]
         try:
             message = connection.recv()
         except (EOFError, OSError):
+            if running.last_act is not None:
+                running.last_act()
             os._exit(0)  # at once: the main thread may be inside a load or a long step
         if isinstance(message, Cancel):
             running.cancel(message.number)
@@ -122,6 +128,10 @@ def load_engine(spec: EngineSpec, progress: ProgressFn | None, seat: Seat | None
         from ling_local.engine.scripted import ScriptedEngine
 
         return ScriptedEngine.load(spec, progress)
+    if spec.engine == "sglang":
+        from ling_local.engine.sglang.engine import SGLangEngine
+
+        return SGLangEngine.load(spec, progress)
     from ling_local.engine.launch import load_rank
     from ling_local.engine.native import NativeEngine
 

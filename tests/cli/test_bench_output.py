@@ -230,8 +230,9 @@ def test_modes_take_turns_where_their_engines_fit_together(
 
 
 def test_no_flag_that_decides_about_figures_is_missing_from_that_command(ling: Program) -> None:
-    """A flag of `ling bench` either says how a report is shown, or is repeated in the command."""
+    """A flag of `ling bench` either says how a report is shown, or that there is none, or is repeated in the command."""
     shown = {"json", "csv", "md", "format", "save", "compare", "plot", "color", "quiet", "verbose", "debug", "offline"}
+    shown |= {"explain"}
     page = ling("bench", "--help").text.partition("Examples:")[0]
     flags = set(re.findall(r"(?<=[ ,])--([a-z][a-z-]+)", page)) - {"help"}
     given = {row.name for row in TABLE.values() if row.flag.removeprefix("--") in flags}

@@ -21,6 +21,7 @@ from ling_local.engine.remote import RemoteEngine
 from ling_local.engine.scripted import ScriptedEngine
 from ling_local.errors import ContextTooLong, EngineBusy, EngineError, UsageError
 from ling_local.types import FinishReason, StepResult, TokenRequest
+from sglang_stand_in import HOPPER, importable, make_spec
 
 PROMPT = (3, 1, 4, 1, 5)
 CONTEXT = 64
@@ -54,12 +55,22 @@ def _load_native(folder: Path, draft: str) -> Engine:
     return NativeEngine.load(spec.model, draft=spec.draft, context=spec.context, threads=1)
 
 
+def _load_sglang(folder: Path, draft: str) -> Engine:
+    """Our SGLang engine on a stand-in for the package."""
+    from ling_local.engine.sglang.engine import SGLangEngine
+
+    with importable():
+        return SGLangEngine.load(make_spec(folder, draft, CONTEXT), gpus=HOPPER)
+
+
 FACTORIES: dict[str, Factory] = {
     "scripted": lambda folder: ScriptedEngine.load(_spec(folder)),
     "remote": lambda folder: RemoteEngine(_spec(folder)),
     "native": lambda folder: _load_native(folder, "off"),
     "native mtp": lambda folder: _load_native(folder, "mtp"),
     "remote native": lambda folder: RemoteEngine(_native(folder, "off")),
+    "sglang": lambda folder: _load_sglang(folder, "dspark"),
+    "sglang plain": lambda folder: _load_sglang(folder, "off"),
 }
 
 

@@ -60,7 +60,7 @@ def test_a_small_dummy_with_its_draft_stays_finite() -> None:
     with torch.inference_mode():
         hidden = forward(ops, weights, state, ids, positions, None, drafter.taps)
         drafter.absorb(ops, weights, state, hidden, ids, positions, None)
-        state.length.fill_(40)
+        state.stand_at(40)
         proposal = drafter.propose(ops, weights, state, 3)
     assert hidden.last.isfinite().all()
     assert proposal.confidence.isfinite().all()

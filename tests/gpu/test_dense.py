@@ -90,15 +90,8 @@ def test_experts(place: Place, params: MoeParams) -> None:
     checks.check_unchosen_experts_are_dropped(place, params)
 
 
-def test_switches_change_nothing(place: Place, params: MoeParams) -> None:
-    """Where experts are chosen, what is asked ahead and by whom, how deep the rings are."""
-    shallow = {"gate_depth": 1, "down_depth": 1}
-    variants = []
-    for switches in ({"select_apart": True}, {"ahead_in_down": False}, {"first_to_go": True}, shallow):
-        variants.append(CudaOps(place.ops.device))
-        for name, value in switches.items():
-            setattr(variants[-1], name, value)
-    checks.check_switches_change_nothing(place, params, variants)
+def test_prefetch_changes_nothing(place: Place, params: MoeParams) -> None:
+    checks.check_prefetch_changes_nothing(place, params, CudaOps(place.ops.device, prefetch=False))
 
 
 def layer(ops: CudaOps, params: MoeParams, norm: Tensor, proj: Tensor, out: Tensor, vocabulary: Tensor) -> Callable:

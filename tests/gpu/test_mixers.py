@@ -68,6 +68,17 @@ def test_mla_of_a_gpu_with_little_shared_memory(place: Place) -> None:
         place.ops.device.properties = properties
 
 
+def test_mla_by_single_warps(place: Place) -> None:
+    """The form for other architectures with as much shared memory; on those it is what every test runs."""
+    place.ops.groups = False
+    try:
+        for rows in (1, 3, 9):
+            checks.check_mla(place, 16, 256, 8000, rows)
+        checks.check_mla_bits(place, 16, 2108, (3, 8))
+    finally:
+        place.ops.groups = True
+
+
 @pytest.mark.parametrize("heads", [8, 16])
 @pytest.mark.parametrize("length", [100, 2107, 4219, 8188])
 def test_mla_bits_at_any_width(place: Place, heads: int, length: int) -> None:
@@ -105,8 +116,19 @@ def sampling_of(place: Place, words: tuple[float, int, float], vocab: int = VOCA
 
 @pytest.mark.parametrize("words", SAMPLINGS)
 @pytest.mark.parametrize("rows", [1, 9, 16])
-def test_verdict(place: Place, words: tuple[float, int, float], rows: int) -> None:
-    checks.check_verdict(place, VOCAB, PADDED, sampling_of(place, words), rows)
+@pytest.mark.parametrize("span", [0, 304])
+def test_verdict(place: Place, words: tuple[float, int, float], rows: int, span: int) -> None:
+    checks.check_verdict(place, VOCAB, PADDED, sampling_of(place, words), rows, span=span)
+
+
+@pytest.mark.parametrize("words", [(1.0, 1000, 0.95), (1.0, 1000, 1.0), (1.0, 0, 0.95)])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 8.0])
+def test_ways_to_find_the_lowest_kept(place: Place, words: tuple[float, int, float], scale: float) -> None:
+    sampling = sampling_of(place, words)
+    for listed in (2048, 4):
+        place.ops.listed = listed
+        checks.check_verdict(place, VOCAB, PADDED, sampling, 3, thorough=False, span=304, scale=scale)
+    place.ops.listed = 2048
 
 
 def test_the_words_move_on(place: Place) -> None:

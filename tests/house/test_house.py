@@ -57,6 +57,7 @@ ROOMS = {
     "engine.generation": 7.9,
     "engine.native": 8,
     "engine.timing": 1,
+    "engine.sglang": 8,
     "engine.breakdown": 9,
     "engine.scripted": 8,
     "train": 9,

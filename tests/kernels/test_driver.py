@@ -16,7 +16,7 @@ from ling_kernels.cuda import driver as driving
 from ling_kernels.cuda.driver import Ahead, Device, Int64, Properties, packed
 
 OK = bindings.CUresult.CUDA_SUCCESS
-KERNELS = {"linear_8": 11, "embed": 12, "router_8": 13}
+KERNELS = {"linear_8": 11, "embed": 12}
 
 
 class Recorder:
@@ -110,13 +110,6 @@ def test_a_kernel_keeps_the_most_shared_memory_that_it_was_granted(recorder: Rec
     for shared in (100 * 1024, 60 * 1024, 120 * 1024, 100 * 1024):
         device.launch("embed", 1, 32, [], shared=shared)
     assert recorder.shared == [100 * 1024, 120 * 1024]
-
-
-def test_kernels_that_run_beside_each_other_ask_for_shared_memory_instead_of_l1(recorder: Recorder) -> None:
-    device = Device()
-    for _ in range(2):
-        device.launch("router_8", 1, 32, [])
-    assert recorder.shared == [100]
 
 
 def test_residency_counts_the_whole_gpu(recorder: Recorder) -> None:

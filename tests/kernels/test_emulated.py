@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 import device_checks as checks
 from device_checks import Place
 from emulator import ORDERS
-from ling_kernels.cuda import tiles
 from ling_kernels.cuda.dense import DenseOps, Gated
 from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, Routing
 from settled import SettledDevice
@@ -25,12 +22,14 @@ ROWS = [1, 8, 9, 16]
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> SettledDevice:
-    return SettledDevice(tmp_path_factory.mktemp("emulated"), ["norm", "gemm", "router", "moe"])
+    return SettledDevice(tmp_path_factory.mktemp("emulated"), ["norm", "gemm", "moe"])
 
 
 @pytest.fixture
 def place(device: SettledDevice) -> Place:
-    return Place(DenseOps(device), "cpu", device.constant)
+    ops = DenseOps(device)
+    ops.asks = True
+    return Place(ops, "cpu", device.constant)
 
 
 @pytest.mark.parametrize("width", [8, 48, 256, 1544])
@@ -102,41 +101,9 @@ def test_experts(place: Place, inner: int, shared: int, limit: float) -> None:
     checks.check_unchosen_experts_are_dropped(place, params)
 
 
-def variants_of(make: Callable[[], DenseOps]) -> list[DenseOps]:
-    """Ops with each switch of the experts thrown."""
-    switches = (
-        {"select_apart": True},
-        {"ahead_in_down": False},
-        {"first_to_go": True},
-        {"gate_depth": 1, "down_depth": 1},
-    )
-    made = []
-    for switch in switches:
-        made.append(make())
-        for name, value in switch.items():
-            setattr(made[-1], name, value)
-    return made
-
-
-def test_switches_change_nothing(device: SettledDevice, place: Place) -> None:
+def test_prefetch_changes_nothing(device: SettledDevice, place: Place) -> None:
     params = checks.moe_params(place, 16, 48, 24, 4, 4)
-    checks.check_switches_change_nothing(place, params, variants_of(lambda: DenseOps(device)))
-
-
-def test_tokens_that_do_not_fit_into_shared_memory_are_read_from_memory(
-    device: SettledDevice, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = checks.moe_params(place, 16, 136, 24, 4, 4)
-    place.constant(place.ops._gate(params.gate))
-    x, rows = place.rand(ROW_TILE, 136, seed=50), 16
-    routing = place.ops.route(x, params, rows)
-    want = place.ops.experts(x, routing, params, rows)[:rows].clone()
-    little = replace(device.properties, shared_bytes=tiles.PLAN_BYTES + 24 * 1024)
-    warps = tiles.warps_of((136,))
-    needed = [tiles.expert_memory(p, warps, 1, 136, 16, rows, (4, 10)) for p in (device.properties, little)]
-    assert [memory.local for memory in needed] == [True, False]
-    monkeypatch.setattr(device, "properties", little)
-    checks.assert_bits(place.ops.experts(x, routing, params, rows)[:rows], want, "experts")
+    checks.check_prefetch_changes_nothing(place, params, DenseOps(device, prefetch=False))
 
 
 def test_a_hint_is_asked_for_once_and_changes_nothing(device: SettledDevice, place: Place) -> None:
@@ -211,7 +178,7 @@ def all_results(machine: SettledDevice) -> list[torch.Tensor]:
 @pytest.mark.parametrize("order", ORDERS[1:])
 def test_the_order_of_threads_changes_nothing(tmp_path: Path, order: str) -> None:
     """What a missing barrier would change."""
-    names, folders = ["norm", "gemm", "router", "moe"], [tmp_path / "a", tmp_path / "b"]
+    names, folders = ["norm", "gemm", "moe"], [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
     # few multiprocessors: blocks go from tile to tile
@@ -226,9 +193,8 @@ def test_unsupported_sizes_are_named(place: Place) -> None:
     with pytest.raises(KernelError, match="17 rows"):
         place.ops.linear(place.rand(32, 16, seed=1), place.rand(5, 16, seed=2), 17)
     routing = Routing(torch.zeros(ROW_TILE, 9, dtype=torch.int64), torch.zeros(ROW_TILE, 9))
-    params = checks.moe_params(place, 16, 48, 24, 4, 4)
     with pytest.raises(KernelError, match="9 experts for a token"):
-        place.ops.experts(place.rand(ROW_TILE, 48, seed=1), routing, params, 1)
+        place.ops._plan(routing, 1)
 
 
 def test_the_emulator_sees_an_early_touch(device: SettledDevice, place: Place) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 import device_mixers as checks
 from device_checks import Place
 from emulator import ORDERS, EmulatedDevice
 from ling_kernels.cuda import CudaOps
-from ling_kernels.cuda.latent import LARGE, SMALL, Form, attend_bytes, deal_tiles
-from ling_kernels.ops import KernelError
+from ling_kernels.cuda.latent import GROUP, LARGE, SMALL, Form, attend_bytes, deal_tiles
+from ling_kernels.ops import ROW_TILE, KernelError
+from ling_kernels.reference import sample
 from settled import SETTLED, SettledDevice
 
 pytestmark = pytest.mark.emulated
@@ -24,7 +26,9 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
 
 @pytest.fixture
 def place(device: EmulatedDevice) -> Place:
-    return Place(CudaOps(device), "cpu", device.constant)
+    ops = CudaOps(device)
+    ops.asks = True
+    return Place(ops, "cpu", device.constant)
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(1, 1), (1, 9), (2, 5), (2, 16), (4, 1), (4, 2), (4, 5), (4, 16)])
@@ -51,34 +55,35 @@ def test_kda_prefill_in_parts(place: Place, monkeypatch: pytest.MonkeyPatch) -> 
     ("heads", "rank", "length", "rows"),
     [(2, 0, 0, 1), (2, 0, 126, 5), (3, 48, 70, 3), (17, 264, 65, 2), (1, 0, 191, 16), (8, 8, 2110, 5), (9, 0, 30, 16)],
 )
-@pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("form", [GROUP, LARGE, SMALL], ids=["group", "large", "small"])
 def test_mla(device: EmulatedDevice, heads: int, rank: int, length: int, rows: int, form: Form) -> None:
     place = Place(with_form(device, form), "cpu", device.constant)
     checks.check_mla(place, heads, rank, length, rows)
     most, _ = deal_tiles(-(-heads * rows // 16), form)
-    assert device.launched[-3] == f"mla_attend_{form.keys}_{most}"
+    assert device.launched[-3] == form.kernel(most)
 
 
 def with_form(device: EmulatedDevice, form: Form) -> CudaOps:
     """Ops for a device that gives a block as much shared memory as the form needs and no more."""
-    shared = max(attend_bytes(form.keys, tiles) for tiles in form.tiles)
-    device.properties = replace(device.properties, shared_bytes=shared)
+    shared = max(attend_bytes(form, tiles) for tiles in form.tiles)
+    device.properties = replace(device.properties, shared_bytes=shared, arch="sm_90" if form.group else "sm_80")
     return CudaOps(device)
 
 
-@pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("form", [GROUP, LARGE, SMALL], ids=["group", "large", "small"])
 def test_mla_bits_at_any_width(device: EmulatedDevice, form: Form) -> None:
     checks.check_mla_bits(Place(with_form(device, form), "cpu", device.constant), 8, 123, (3, 8, 14))
 
 
-@pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("form", [GROUP, LARGE, SMALL], ids=["group", "large", "small"])
 def test_mla_bits_where_the_splits_grow(device: EmulatedDevice, form: Form) -> None:
     """Position 2112 is the first whose keys are split in larger pieces: its neighbours keep theirs."""
     checks.check_mla_bits(Place(with_form(device, form), "cpu", device.constant), 3, 2108, (8,))
 
 
-def test_mla_of_splits_of_several_chunks(device: EmulatedDevice) -> None:
-    place = Place(with_form(device, LARGE), "cpu", device.constant)
+@pytest.mark.parametrize("form", [GROUP, LARGE], ids=["group", "large"])
+def test_mla_of_splits_of_several_chunks(device: EmulatedDevice, form: Form) -> None:
+    place = Place(with_form(device, form), "cpu", device.constant)
     checks.check_mla(place, 1, 0, 8600, 1)
 
 
@@ -100,21 +105,48 @@ SAMPLINGS = [
 ]
 
 
+@pytest.mark.parametrize("span", [0, 16, 48])
 @pytest.mark.parametrize("rows", [1, 4, 16])
-def test_verdict(place: Place, rows: int) -> None:
-    checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[0]), rows)
+def test_verdict(place: Place, rows: int, span: int) -> None:
+    checks.check_verdict(place, 301, 307, checks.make_sampling(place, 301, *SAMPLINGS[0]), rows, span=span)
 
 
+@pytest.mark.parametrize("span", [0, 16])
 @pytest.mark.parametrize("words", SAMPLINGS[1:])
-def test_verdict_of_drawn_tokens(place: Place, words: tuple[float, int, float]) -> None:
-    checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *words), 5, thorough=False)
+def test_verdict_of_drawn_tokens(place: Place, words: tuple[float, int, float], span: int) -> None:
+    sampling = checks.make_sampling(place, 301, *words)
+    checks.check_verdict(place, 301, 307, sampling, 5, thorough=words == SAMPLINGS[4], span=span)
+
+
+# few best ones in few spans, many best ones, a share of all, both; peaked and flat; a list that is too short for it
+@pytest.mark.parametrize("words", [(0.9, 20, 0.9), (1.0, 800, 1.0), (0.6, 0, 0.95), (1.0, 900, 0.9), (1.0, 0, 1.0)])
+@pytest.mark.parametrize(("scale", "listed"), [(4.0, 2048), (0.2, 2048), (1.0, 7)])
+def test_ways_to_find_the_lowest_kept(
+    place: Place, words: tuple[float, int, float], scale: float, listed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(place.ops, "listed", listed)
+    sampling = checks.make_sampling(place, 3001, *words)
+    for span in (0, 16):
+        checks.check_verdict(place, 3001, 3008, sampling, 2, thorough=False, span=span, scale=scale)
+    assert not any(
+        part.any() for part in (place.ops._scratch.masses, place.ops._scratch.counts, place.ops._scratch.listed)
+    )
+
+
+def test_equal_logits_are_all_kept(place: Place) -> None:
+    sampling = checks.make_sampling(place, 3000, 1.0, 5, 0.5)
+    limits = checks.make_limits(place)
+    logits, positions = torch.ones(ROW_TILE, 3000), torch.arange(ROW_TILE)
+    got = place.ops.verdict(logits, None, positions, sampling, limits, 1)
+    assert torch.equal(got.tokens, sample.verdict(logits, None, positions, sampling, limits, 1).tokens)
+    assert got.tokens[0] >= 5  # by this seed
 
 
 def test_the_words_move_on(place: Place) -> None:
     checks.check_advance(place)
 
 
-@pytest.mark.parametrize("words", [SAMPLINGS[0], SAMPLINGS[4]])
+@pytest.mark.parametrize("words", [SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[4]])
 def test_pick(place: Place, words: tuple[float, int, float]) -> None:
     checks.check_pick(place, 203, checks.make_sampling(place, 203, *words))
 
@@ -165,8 +197,10 @@ def test_in_another_order_of_threads_the_results_hold(
     checks.check_kda_window(place, 1, 9)
     checks.check_kda_prefill(place, 1, 19)
     checks.check_mla(place, 16, 48, 126, 7)
+    checks.check_mla(Place(with_form(device, GROUP), "cpu", device.constant), 16, 48, 126, 7)
     checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[0]), 4)
-    checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[4]), 2, thorough=False)
+    for words, span in ((SAMPLINGS[0], 16), (SAMPLINGS[3], 0), (SAMPLINGS[4], 16)):
+        checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *words), 2, thorough=False, span=span)
     checks.check_advance(place)
     params = checks.make_draft(place, 24, 2, 1, 8, 50, "rnn", True, 128)
     checks.check_draft(place, params, 70, 3, 8)

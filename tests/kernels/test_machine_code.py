@@ -17,11 +17,10 @@ from ling_kernels.cuda.compile import compile_unit
 
 # 16-byte loads of a thread that stand before the wait: DEPTH chunks of two weight rows
 EARLY = {
-    "gemm": ("linear", "linear_normed", "mlp_gate_up", "head"),
-    "router": ("router",),
+    "gemm": ("linear", "linear_normed", "mlp_gate_up", "head", "router"),
+    "moe": ("experts_gate_up", "experts_down"),
 }
 WIDE = re.compile(r"LDG\S*\.128")
-COPY = re.compile(r"LDGSTS\S*\.128")
 LOADS = 8
 TOGETHER = 3  # loads that are sent after it before the first product waits for one
 
@@ -68,16 +67,20 @@ def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path) -> None:
     assert rows == 16 + 2 + 4 + 2  # q or k, decay, v, gate and beta
 
 
+def test_attention_by_groups_sends_its_products_together(tmp_path: Path) -> None:
+    """The compiler waits after every product of a group where it cannot follow the sums' registers."""
+    kernels = disassembled(compile_unit("mla", "sm_90")[0], tmp_path)
+    for tiles in (1, 3, 5):
+        code = kernels[f"mla_attend_group_{tiles}"]
+        products = sum(f"HGMMA.64x{16 * tiles}x16" in line for line in code)
+        assert products >= 36 + 4  # a row's columns, by 16; value tiles of a step of the keys
+        assert sum("WARPGROUP.DEPBAR" in line for line in code) == 3
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
-def test_the_experts_rings_are_filled_before_the_wait(arch: str, tmp_path: Path) -> None:
-    """gate_up multiplies its tile of the shared expert before it, down chooses and sends for weights only."""
-    kernels = disassembled(compile_unit("moe", arch)[0], tmp_path)
-    for name in ("experts_gate_up", "experts_down"):
-        for tokens in (8, 16):
-            code = kernels[f"{name}_{tokens}"]
-            wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
-            copies, products = (
-                sum(bool(kind.search(line)) for line in code[:wait]) for kind in (COPY, re.compile("HMMA"))
-            )
-            assert copies >= 4, f"{name}_{tokens} on {arch}: {copies} copies before the wait"
-            assert (products > 0) == (name == "experts_gate_up"), f"{name}_{tokens} on {arch}"
+def test_a_merge_asks_for_all_splits_at_once(arch: str, tmp_path: Path) -> None:
+    code = disassembled(compile_unit("mla", arch)[0], tmp_path)["mla_merge"]
+    wide = [i for i, line in enumerate(code) if WIDE.search(line)]
+    first = next(i for i, line in enumerate(code) if "SHFL.IDX" in line)
+    assert len(wide) == 9
+    assert wide[-1] < first

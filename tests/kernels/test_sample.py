@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ling_kernels.ops import MAX_STOP_IDS, RING_HEADER, ROW_TILE, STOPPED_EOS, STOPPED_LENGTH, Limits, Sampling
+from ling_kernels.ops import (
+    DRAFT_BEST,
+    MAX_STOP_IDS,
+    RING_HEADER,
+    ROW_TILE,
+    STOPPED_EOS,
+    STOPPED_LENGTH,
+    Limits,
+    Sampling,
+)
 from ling_kernels.reference import sample
 
 VOCAB = 12
@@ -152,6 +161,25 @@ def test_sampled_tokens_follow_the_distribution(name: str) -> None:
     chi_squared = ((counts - want)[used] ** 2 / want[used]).sum().item()
     # 99.9 % quantile of chi-squared with up to 11 degrees of freedom is 31.3
     assert chi_squared < 31.3
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_draft_is_what_the_target_draws_from_the_same_logits(name: str) -> None:
+    rows = torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(3)) * 1.5
+    positions, params = torch.arange(200), sampling(**FILTERS[name], seed=11)
+    drafts = sample.choose_draft(rows, sample.draft_rule(positions, params))
+    assert torch.equal(drafts, sample.choose(rows, positions, params))
+
+
+def test_a_draft_comes_from_the_best_tokens() -> None:
+    vocab = 40 * DRAFT_BEST
+    rows = torch.randn(300, vocab, generator=torch.Generator().manual_seed(5)) * 0.1
+    params = sampling(temperature=1.0)._replace(vocab=vocab)
+    rule = sample.draft_rule(torch.arange(300), params)
+    drafts = sample.choose_draft(rows, rule)
+    assert (rows > rows.gather(1, drafts[:, None])).sum(-1).max() < DRAFT_BEST
+    alone = [sample.choose_draft(rows[i : i + 1], rule, slice(i, i + 1)) for i in range(20)]
+    assert torch.equal(torch.cat(alone), drafts[:20])
 
 
 def test_noise_of_neighbours_is_independent() -> None:

@@ -19,7 +19,7 @@ class AheadOps:
     """
 
     device: Device
-    asks = True
+    asks = False
     _hint: tuple[Tensor, ...] = ()
 
     def ahead(self, *tensors: Tensor | None) -> None:

@@ -1,24 +1,28 @@
-"""Embedding, norms, projections, MLP and head on a GPU."""
+"""Embedding, norms, projections, MLP, router, experts and head on a GPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.checks import check_rows
-from ling_kernels.cuda.checks import check_width as _width
-from ling_kernels.cuda.checks import named as _named
+from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.driver import Argument, Device
-from ling_kernels.cuda.experts import ExpertOps
-from ling_kernels.cuda.prefill import prefill_mlp
-from ling_kernels.cuda.tiles import TALL, TOGETHER, Deal, deal, sums_bytes, tiles_per_block, warps_for
-from ling_kernels.ops import ROW_TILE, KernelError, MlpParams
+from ling_kernels.cuda.prefill import prefill_experts, prefill_mlp
+from ling_kernels.cuda.tiles import sums_bytes, tiles_per_block, warps_for, warps_for_down
+from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, MoeParams, Routing
 from ling_kernels.reference import dense as reference
+from ling_kernels.reference import moe as reference_moe
 
+MAX_EXPERTS, MAX_CHOSEN = 512, 8  # as in moe.cu
+MAX_SLOTS = ROW_TILE * MAX_CHOSEN + 1
+PLAN_WEIGHTS = 4 + 2 * MAX_SLOTS + 2
+PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
 MAX_HEADS = 64  # whose norms one projection can apply
+AHEAD = 16384  # bytes that one idle block asks for
 
 
 class Gated(NamedTuple):
@@ -39,23 +43,25 @@ class Candidates(NamedTuple):
     span: int
 
 
-class DenseOps(ExpertOps):
-    """Contracts in `ling_kernels.ops.Ops`, those of the router and the experts included.
+class DenseOps(AheadOps):
+    """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16; prefetch: ask
+    for the shared expert's weights while the router selects. early_norm, for measurements, without effect on any bit:
+    exchange_norm lets the next kernel start before it waits itself."""
 
-    For measurements: early, the share of L2 that a projection asks for of its own weight before it waits; early_norm,
-    that exchange_norm lets the next kernel start before it waits itself; together and warps, as `tiles.deal` has them.
-    The first two change no bit.
-    """
-
-    early = 0.4
     early_norm = True
-    together = TOGETHER
-    warps: int | None = None
 
-    def __init__(self, device: Device, gate_fp32: bool = False) -> None:
-        super().__init__(device, gate_fp32)
+    def __init__(self, device: Device, gate_fp32: bool = False, prefetch: bool = True) -> None:
+        self.device = device
+        self.gate_fp32 = gate_fp32
+        self.prefetch = prefetch
         self.gated: Gated | None = None
         self.candidates: Candidates | None = None
+        self._gates: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def ahead(self, *tensors: Tensor | None) -> None:
+        """A router's weight stands for the form of it that the kernel reads, if there is one yet."""
+        known = [self._gates.get(t.data_ptr(), (t, t))[1] for t in tensors if t is not None]
+        super().ahead(*known)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         width = _width("hidden size", table.shape[1], MAX_WIDTH)
@@ -86,7 +92,7 @@ class DenseOps(ExpertOps):
         norm = [gated.sums, gated.sums.shape[2], float(gated.eps)] if lacks_norm else []
         if lacks_norm and (width % 128 or width // 128 > MAX_HEADS):
             raise KernelError(f"KDA output of {width} values: the kernels need heads of 128, at most {MAX_HEADS}")
-        self._stream(name, n, width, rows, [h, weight, out, *norm, rows, n, width])
+        self._stream(name, -(-n // 16), width, rows, [h, weight, out, *norm, rows, n, width])
         return out
 
     def mlp(self, h: Tensor, params: MlpParams, rows: int | None = None) -> Tensor:
@@ -97,7 +103,7 @@ class DenseOps(ExpertOps):
         args = [h, params.gate_up, mid, float(params.limit), rows, inner, width]
         after = self._hint
         self.ahead(params.down)
-        self._stream("mlp_gate_up", inner, width, rows, args, paired=True)
+        self._stream("mlp_gate_up", -(-inner // 8), width, rows, args)
         self.ahead(*after)
         return self.linear(mid, params.down, rows)
 
@@ -106,44 +112,132 @@ class DenseOps(ExpertOps):
             return reference.head(h, weight)
         n, width = weight.shape
         logits = torch.empty(h.shape[0], n, dtype=torch.float32, device=h.device)
-        warps, per, blocks = self._whole_tiles("head", n, width, rows)
-        dealt = Deal(warps, TALL, per, blocks)
+        tiles = -(-n // 16)
+        per, blocks = self._deal("head", tiles, width, rows)
         values = torch.empty(blocks, ROW_TILE, dtype=torch.float32, device=h.device)
         ids = torch.empty(blocks, ROW_TILE, dtype=torch.int32, device=h.device)
-        self._stream("head", n, width, rows, [h, weight, logits, values, ids, rows, n, width], dealt)
-        self.candidates = Candidates(logits, values, ids, per * TALL)
+        self._stream("head", tiles, width, rows, [h, weight, logits, values, ids, rows, n, width])
+        self.candidates = Candidates(logits, values, ids, per * 16)
         return logits
 
-    def _whole_tiles(self, name: str, n: int, width: int, rows: int) -> tuple[int, int, int]:
-        """Warps, tiles of 16 rows for a block, and blocks, where all warps of the machine may be taken."""
-        tiles = -(-n // TALL)
+    def route(self, h: Tensor, params: MoeParams, rows: int | None = None) -> Routing:
+        if rows is None:
+            gate = params.gate if self.gate_fp32 else params.gate.bfloat16().float()
+            return reference_moe.route(h, replace(params, gate=gate))
+        count, chosen = params.gate.shape[0], params.experts_per_token
+        _check_router(params)
+        gate, width = self._gate(params.gate), h.shape[1]
+        logits = torch.empty(ROW_TILE, count, dtype=torch.float32, device=h.device)
+        wide = gate.shape[1]
+        self._stream("router", -(-count // 16), wide, rows, [h, gate, logits, rows, count, width, wide], asks=False)
+        experts = torch.empty(h.shape[0], chosen, dtype=torch.int64, device=h.device)
+        weights = torch.empty(h.shape[0], chosen, dtype=torch.float32, device=h.device)
+        plan = torch.empty(PLAN_WORDS, dtype=torch.int32, device=h.device)
+        shared = params.shared
+        ahead = [t.numel() * t.element_size() if self.prefetch else 0 for t in (shared.gate_up, shared.down)]
+        args = [logits, params.bias, experts, weights, plan, count, params.n_group, params.topk_group, chosen]
+        args += [float(params.scale), rows, shared.gate_up, shared.down, *ahead]
+        blocks = 1 + sum(-(-size // AHEAD) for size in ahead)
+        self.device.launch("route_select", blocks, MAX_EXPERTS, args)
+        return Routing(experts, weights, plan)
+
+    def experts(self, h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
+        if rows is None:
+            return prefill_experts(self.device, h, routing, params)
+        plan = routing.plan if routing.plan is not None else self._plan(routing, rows)
+        width, inner, shared = h.shape[1], params.down.shape[2], params.shared.down.shape[1]
+        for size in (width, inner, shared):
+            _width("size of an expert", size)
+        pitch = max(inner, shared)
+        most = min(params.gate.shape[0], rows * params.experts_per_token)
+        mid = h.new_empty(most + 1, ROW_TILE, pitch)
+        gate_tiles = -(-shared // 8) + most * -(-inner // 8)
+        # the fewest tiles that a step may have decide the warps: what one row asks for, at any width
+        few = -(-shared // 8) + params.experts_per_token * -(-inner // 8)
+        warps = warps_for(few, width, self.device.properties.num_sms)
+        name = _named("experts_gate_up", rows)
+        bytes_needed = sums_bytes(warps, rows)
+        blocks = min(gate_tiles, self.device.resident(name, warps * 32, bytes_needed))
+        args = [h, params.shared.gate_up, params.gate_up, plan, mid, shared, inner, pitch]
+        args += [float(params.limit), float(params.shared.limit), rows, width]
+        self.device.launch(name, blocks, warps * 32, args, bytes_needed)
+        out = torch.empty_like(h)
+        tiles = -(-width // 16)
+        warps = warps_for_down(tiles, (shared, inner), self.device.properties.num_sms)
+        args = [mid, params.shared.down, params.down, plan, out, shared, inner, pitch, rows, width]
+        self.device.launch(_named("experts_down", rows), tiles, warps * 32, args, sums_bytes(warps, rows, 1))
+        return out
+
+    def _plan(self, routing: Routing, rows: int) -> Tensor:
+        """The device's plan of a routing that was made elsewhere."""
+        chosen = routing.experts.shape[1]
+        if chosen > MAX_CHOSEN:
+            raise KernelError(f"{chosen} experts for a token: at most {MAX_CHOSEN} are supported")
+        plan = torch.empty(PLAN_WORDS, dtype=torch.int32, device=routing.experts.device)
+        args = [routing.experts, routing.weights, plan, chosen, rows]
+        self.device.launch("route_plan", 1, MAX_EXPERTS, args)
+        return plan
+
+    def _deal(self, name: str, tiles: int, width: int, rows: int) -> tuple[int, int]:
+        """Tiles per block, and blocks."""
         warps = warps_for(tiles, width, self.device.properties.num_sms)
         slots = self.device.resident(_named(name, rows), warps * 32, sums_bytes(warps, rows))
         per = tiles_per_block(tiles, slots)
-        return warps, per, -(-tiles // per)
+        return per, -(-tiles // per)
 
-    def _stream(
-        self,
-        name: str,
-        n: int,
-        width: int,
-        rows: int,
-        args: list[Argument],
-        dealt: Deal | None = None,
-        paired: bool = False,
-    ) -> None:
-        """Launch one of the kernels that walk tiles of a matrix of `n` rows; paired: of n gate and n up rows. Its last
-        arguments are how the matrix is dealt out, how many rows a block asks for early, and the hint."""
-        check_rows(args[0], rows)
+    def _stream(self, name: str, tiles: int, width: int, rows: int, args: list[Argument], asks: bool = True) -> None:
+        """Launch one of the kernels that walk tiles of a matrix; their last arguments are how many a block has and, of
+        those that ask ahead, the hint."""
+        if not 1 <= rows <= ROW_TILE:
+            raise KernelError(f"{rows} rows: a window has 1 to {ROW_TILE}")
         _width("width of a projection", width)
-        most = TALL // 2 if paired else TALL
-        dealt = dealt or deal(n, width, self.device.properties.num_sms, most, self.together, self.warps)
-        row_bytes = args[0].element_size() * width * (2 if paired else 1)
-        asked = int(self.early * self.device.properties.l2_bytes / dealt.blocks / row_bytes)
-        args = [*args, dealt.per, dealt.tall, min(asked, dealt.per * dealt.tall), self.hint()]
-        shared = sums_bytes(dealt.warps, rows)
-        self.device.launch(_named(name, rows), dealt.blocks, dealt.warps * 32, args, shared)
+        if args[0].dtype != torch.bfloat16:
+            raise KernelError(f"activations in {args[0].dtype}: the kernels compute in bfloat16")
+        warps = warps_for(tiles, width, self.device.properties.num_sms)
+        per, blocks = self._deal(name, tiles, width, rows)
+        args = [*args, per, self.hint()] if asks else [*args, per]
+        self.device.launch(_named(name, rows), blocks, warps * 32, args, sums_bytes(warps, rows))
+
+    def _gate(self, gate: Tensor) -> Tensor:
+        """The router's weight as the kernel takes it, made at first use and kept: bf16 [E, D], or, for fp32, three bf16
+        parts side by side whose sum is the fp32 value (each product of bf16 numbers is exact in the fp32 sum)."""
+        key = gate.data_ptr()
+        if key not in self._gates:
+            made = _parts(gate.float()) if self.gate_fp32 else gate.bfloat16()
+            self._gates[key] = (gate, made)  # with the original, so that its address is not given to another
+        return self._gates[key][1]
+
+
+def _parts(gate: Tensor) -> Tensor:
+    """fp32 [E, D] as bf16 [E, 3 D'], D' rounded up to a chunk: high, middle and low 8 bits of each significand."""
+    padded = torch.nn.functional.pad(gate, (0, -gate.shape[1] % 32))
+    parts = []
+    for _ in range(3):
+        parts.append(padded.bfloat16())
+        padded = padded - parts[-1].float()
+    return torch.cat(parts, dim=1).contiguous()
+
+
+def _check_router(params: MoeParams) -> None:
+    count, groups = params.gate.shape[0], params.n_group
+    if count > MAX_EXPERTS or count % groups or groups & (groups - 1) or groups > 32:
+        raise KernelError(f"{count} experts in {groups} groups: at most {MAX_EXPERTS}, in 1, 2, 4 .. 32 equal groups")
+    if params.experts_per_token > MAX_CHOSEN:
+        raise KernelError(f"{params.experts_per_token} experts for a token: at most {MAX_CHOSEN} are supported")
+
+
+def _named(name: str, rows: int) -> str:
+    """Kernels come for one and for two tiles of eight tokens; both give a row the same bits."""
+    return f"{name}_{8 if rows <= 8 else 16}"
 
 
 def _threads(width: int) -> int:
     return -(-width // 256) * 32
+
+
+def _width(what: str, size: int, most: int = 1 << 30) -> int:
+    if size % 8 or size > most:
+        raise KernelError(
+            f"{what} {size}: the kernels need a multiple of 8" + (f" up to {most}" if size > most else "")
+        )
+    return size

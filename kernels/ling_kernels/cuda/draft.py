@@ -8,7 +8,7 @@ from torch import Tensor
 from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.driver import Int64
 from ling_kernels.cuda.sample import BLOCKS
-from ling_kernels.ops import ROW_TILE, DraftLayerParams, DraftParams, KernelError, Proposal, Sampling
+from ling_kernels.ops import DRAFT_BEST, ROW_TILE, DraftLayerParams, DraftParams, KernelError, Proposal, Sampling
 
 HEAD, TILE = 128, 16
 WARPS, KEYS, STAGES, SPLITS = 4, 16, 2, 64  # as in draft_attend.cuh
@@ -152,7 +152,7 @@ class DraftOps(AheadOps):
             if logits is None:
                 self.settle_pick(drawn[row], base.shape[1])
             else:
-                self.draw(logits, positions[row:], sampling, 1, drawn=drawn[row])
+                self.draw(logits, positions[row:], sampling, 1, drawn=drawn[row], most=DRAFT_BEST)
         tokens = torch.empty(num, dtype=torch.int64, device=where)
         self.device.launch("markov_tokens", num, 32, [drawn, blocks, tokens])
         return Proposal(tokens, confidence)

@@ -51,20 +51,11 @@ class Properties:
     shared_bytes: int
 
 
-# Kernels that shall share a multiprocessor with the one before. What is L1 and what shared memory there can only change
-# while it is empty, so they ask for all of it to be shared memory from the first of them on. Others do not: they keep
-# tokens in L1.
-BESIDE_EACH_OTHER = ("router_", "experts_")
-
-
 class Device:
     """The kernels of one GPU, loaded; `launch` is the only way in. pdl: programmatic dependent launch, on by default.
-    whole_shared: whether BESIDE_EACH_OTHER counts, for measurements; to be set before the first launch.
 
     Raises KernelError where the compiler or the driver does not work.
     """
-
-    whole_shared = True
 
     def __init__(
         self, index: int = 0, cache: Path | None = None, progress: ProgressFn | None = None, pdl: bool = True
@@ -125,8 +116,6 @@ class Device:
     def _function(self, name: str, shared: int) -> object:
         if name not in self._functions:
             self._functions[name] = self._find(name)
-            if self.whole_shared and name.startswith(BESIDE_EACH_OTHER):
-                self._set(name, "PREFERRED_SHARED_MEMORY_CARVEOUT", 100)
         if shared > self._granted.get(name, 48 * 1024):  # above this a kernel must ask, once for the most it will have
             if shared > self.properties.shared_bytes:
                 limit = self.properties.shared_bytes

@@ -7,39 +7,49 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.ahead import SHARE, AheadOps
+from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.driver import Device, Int64
 from ling_kernels.cuda.prefill import prefill_mla
 from ling_kernels.ops import ROW_TILE, KernelError, MlaParams
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128  # as in mla.cuh
 ROW, QUERY = LATENT + ROPE, NOPE + ROPE
-SLICE, QUERY_THREADS, QUERY_RANK, THREADS = 128, 384, 256, 256
-SPLITS, TILE, PART, ATTEND_WARPS, MERGE_THREADS = 66, 16, 192, 8, 512  # as in attend.cuh
-ASKING = 24  # blocks that ask for the cache and what comes after attention
+SLICE, QUERY_THREADS, QUERY_RANK, THREADS = 256, 384, 256, 256
+SPLITS, TILE, PART, ATTEND_WARPS = 66, 16, 192, 8  # as in attend.cuh
+MERGE_RUNS, MERGE_COLUMNS = 8, 256
+GROUP_PART = 18  # as in attend_group.cuh
 
 
 class Form(NamedTuple):
-    """Keys of a chunk, which fix the order of sums, and how many query tiles the kernels for it may have."""
+    """Keys of a chunk, which fix the order of sums, and how many query tiles the kernels for it may have; group: of
+    the kernels that multiply by groups of warps."""
 
     keys: int
     tiles: tuple[int, ...]
+    group: bool = False
+
+    def kernel(self, tiles: int) -> str:
+        return f"mla_attend_{'group' if self.group else self.keys}_{tiles}"
 
 
 LARGE, SMALL = Form(128, (1, 3, 5)), Form(64, (1,))  # by the shared memory that a block may have
+GROUP = Form(128, (1, 3, 5), group=True)  # on sm_90 alone
 
 
-def attend_bytes(keys: int, tiles: int) -> int:
-    """sizeof(AttendShared) in attend.cuh."""
-    rows, buffers = tiles * TILE, 2 if tiles > 3 else 3
+def attend_bytes(form: Form, tiles: int) -> int:
+    """sizeof(AttendShared) in attend.cuh, or of GroupShared in attend_group.cuh."""
+    rows, keys, stats = tiles * TILE, form.keys, tiles * TILE * 4 * (2 * ATTEND_WARPS + 5)
+    if form.group:
+        return ROW // 8 * (keys + 1) * 16 + (3 if tiles > 3 else 4) * GROUP_PART * (rows + 1) * 16 + stats
+    buffers = 2 if tiles > 3 else 3
     weights = (1 if buffers == 2 else rows) * (keys + 8)
     halves = keys * (ROW + 8) + buffers * rows * (PART + 8) + weights
-    return -(-(2 * halves + rows * 4 * (2 * ATTEND_WARPS + 5)) // 16) * 16
+    return -(-(2 * halves + stats) // 16) * 16
 
 
 def query_bytes() -> int:
     """sizeof(MlaQueryShared) in mla.cuh."""
-    return 2 * (NOPE * (SLICE + 8) + ROW_TILE * (QUERY_RANK + 8) + ROW_TILE * (QUERY + 8)) + ROW_TILE * 4
+    return 2 * (NOPE * (SLICE + 8) + ROW_TILE * (QUERY_RANK + 8) + ROW_TILE * (QUERY + 8))
 
 
 def deal_tiles(tiles: int, form: Form) -> tuple[int, int]:
@@ -50,9 +60,11 @@ def deal_tiles(tiles: int, form: Form) -> tuple[int, int]:
 
 
 class LatentOps(AheadOps):
-    """Contracts in `ling_kernels.ops.Ops`."""
+    """Contracts in `ling_kernels.ops.Ops`. groups: whether attention multiplies by groups of warps where it can, a
+    switch for measurements."""
 
     device: Device
+    groups = True
 
     def mla(
         self, proj: Tensor, cache: Tensor, rope: Tensor, positions: Tensor, params: MlaParams, rows: int, extent: int
@@ -64,20 +76,27 @@ class LatentOps(AheadOps):
         q = self._latent_queries(proj, cache, rope, positions, params, rows)
 
         partial, stats = self._attend_scratch(heads, proj)
-        large = max(attend_bytes(LARGE.keys, tiles) for tiles in LARGE.tiles) <= self.device.properties.shared_bytes
-        form, tiles = LARGE if large else SMALL, -(-rows * heads // TILE)
+        form, tiles = self._form(), -(-rows * heads // TILE)
         most, together = deal_tiles(tiles, form)
         scale = QUERY**-0.5 * 1.4426950408889634
         args = [partial, stats, q, cache, positions, heads, rows, together, cache.shape[0], scale]
-        grid, shared = (SPLITS, -(-tiles // together)), attend_bytes(form.keys, most)
-        self.device.launch(f"mla_attend_{form.keys}_{most}", grid, THREADS, args, shared)
+        grid, shared = (SPLITS, -(-tiles // together)), attend_bytes(form, most)
+        self.device.launch(form.kernel(most), grid, THREADS, args, shared)
 
         latent = proj.new_empty(proj.shape[0], heads, LATENT)
-        self.device.launch("mla_merge", (heads, rows), MERGE_THREADS, [latent, partial, stats, positions, heads])
+        grid, threads = (heads, rows, LATENT // MERGE_COLUMNS), MERGE_RUNS * MERGE_COLUMNS // 8
+        self.device.launch("mla_merge", grid, threads, [latent, partial, stats, positions, heads])
         out = proj.new_empty(proj.shape[0], heads * VALUE)
         args = [out, latent, params.w_uv, Int64(params.w_uv.stride(0)), proj[:, width - heads :], width, heads, rows]
         self.device.launch("mla_values", (VALUE // 16, heads), THREADS, args)
         return out
+
+    def _form(self) -> Form:
+        properties = self.device.properties
+        for form, offered in ((GROUP, self.groups and properties.arch == "sm_90"), (LARGE, True)):
+            if offered and max(attend_bytes(form, tiles) for tiles in form.tiles) <= properties.shared_bytes:
+                return form
+        return SMALL
 
     def _end_of(self, positions: Tensor) -> int:
         """One more than the last position of a prefill chunk, read once for all layers: the host waits for it."""
@@ -95,10 +114,8 @@ class LatentOps(AheadOps):
         q = proj.new_empty(proj.shape[0], heads, ROW)
         args = [q, cache, proj, proj[:, rank:], width, params.q_norm, params.q_b_proj, rank]
         args += [params.w_uk, Int64(params.w_uk.stride(0)), params.kv_norm, rope, positions, heads, rows]
-        most = int(SHARE * self.device.properties.l2_bytes) // (2 * ROW) if self.asks else 0
-        args += [float(params.eps), ASKING, most, self.hint()]
-        blocks = heads * LATENT // SLICE + rows + ASKING
-        self.device.launch("mla_query", blocks, QUERY_THREADS, args, query_bytes())
+        args += [float(params.eps), self.hint()]
+        self.device.launch("mla_query", heads * LATENT // SLICE, QUERY_THREADS, args, query_bytes())
         return q
 
     def _attend_scratch(self, heads: int, like: Tensor) -> tuple[Tensor, Tensor]:

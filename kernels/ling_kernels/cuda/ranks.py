@@ -15,7 +15,7 @@ from torch import Tensor
 from ling_kernels.cuda import CudaOps
 from ling_kernels.cuda.driver import Argument, Device, Int64
 from ling_kernels.cuda.exchange import BLOCKS, MAX_VOCAB, MAX_WIDTH, ROWS_BLOCKS, ROWS_THREADS, CudaExchange
-from ling_kernels.ops import ROW_TILE, KernelError, Proposal, Sampling
+from ling_kernels.ops import DRAFT_BEST, ROW_TILE, KernelError, Proposal, Sampling
 
 
 class CudaRankOps(CudaOps):
@@ -91,10 +91,11 @@ class CudaRankOps(CudaOps):
         rows: int,
         with_sums: bool = False,
         drawn: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        most: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """As on one GPU; greedy, each row's candidates are then one a rank."""
         if not sampling.greedy:
-            return super().draw(self.whole(logits[:rows]), positions, sampling, rows, with_sums, drawn)
+            return super().draw(self.whole(logits[:rows]), positions, sampling, rows, with_sums, drawn, most)
         local = sampling._replace(vocab=self.local_vocab(sampling, logits.shape[1]))
         best, bad, _, sums = super().draw(logits, positions, local, rows, with_sums)
         self._best(best, bad, sums, logits.shape[1])
@@ -106,7 +107,7 @@ class CudaRankOps(CudaOps):
         if whole is None:
             drawn, _, best, sums = self.draw(logits, positions, sampling, rows, with_sums=True)
         else:
-            drawn, _, best, sums = super().draw(whole, positions, sampling, rows, with_sums=True)
+            drawn, _, best, sums = super().draw(whole, positions, sampling, rows, with_sums=True, most=DRAFT_BEST)
         tokens = torch.empty(rows, dtype=torch.int64, device=where)
         confidence = torch.empty(rows, dtype=torch.float32, device=where)
         args = [whole, 0 if whole is None else whole.shape[1], best, drawn, sums, tokens, confidence]

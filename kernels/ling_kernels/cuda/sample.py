@@ -1,21 +1,40 @@
-"""Choosing tokens on a GPU: the verdict over a window, and drafts picked by the target's own rule (sample.cuh)."""
+"""Choosing tokens on a GPU: the verdict over a window, and drafts by the same rule (sample.cu)."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.driver import Device
-from ling_kernels.ops import RING_HEADER, ROW_TILE, KernelError, Limits, Proposal, Sampling, Verdict
+from ling_kernels.cuda.driver import Argument, Device
+from ling_kernels.ops import DRAFT_BEST, RING_HEADER, ROW_TILE, KernelError, Limits, Proposal, Sampling, Verdict
 
-BLOCKS, THREADS, DIGITS, BINS = 64, 256, 3, 2048  # as in sample.cuh
-FOUND_WORDS = 4  # sizeof(Found) / 8
+if TYPE_CHECKING:
+    from ling_kernels.cuda.dense import Candidates
+
+BLOCKS, THREADS, OWN_SPANS = 64, 256, 512  # as in sample.cuh
+BINS, CHOOSERS, MAX_LISTED, CUT_WORDS = 2048, 512, 2048, 5  # as in choose.cuh
+MAX_A_BLOCK = 4095  # as in sample.cu
+
+
+class Scratch(NamedTuple):
+    """Of the kernels that draw, by row. masses, counts and listed are zero whenever no such kernel is under way."""
+
+    masses: Tensor
+    counts: Tensor
+    listed: Tensor
+    list: Tensor
+    cuts: Tensor
 
 
 class SampleOps:
-    """Contracts in `ling_kernels.ops.Ops`."""
+    """Contracts in `ling_kernels.ops.Ops`. listed: values that may be unsure before a slower way is taken."""
 
     device: Device
+    candidates: Candidates | None
+    listed = MAX_LISTED
+    _scratch: Scratch | None = None
 
     def verdict(
         self,
@@ -26,26 +45,38 @@ class SampleOps:
         limits: Limits,
         rows: int,
     ) -> Verdict:
-        if not 1 <= rows <= ROW_TILE:
-            raise KernelError(f"{rows} rows: a window has 1 to {ROW_TILE}")
-        drawn, bad, *_ = self.draw(logits, positions, sampling, rows)
+        _check_rows(rows)
         where = logits.device
         tokens = torch.empty(rows, dtype=torch.int64, device=where)
         entry = torch.empty(RING_HEADER + ROW_TILE, dtype=torch.int64, device=where)
         count, anchor = (torch.empty((), dtype=torch.int64, device=where) for _ in range(2))
         done = torch.empty((), dtype=torch.bool, device=where)
-        args = [drawn, bad, drafts, limits.remaining, limits.stop_ids, limits.done, limits.step]
-        self.device.launch("sample_verdict", 1, ROW_TILE * 32, [*args, tokens, count, anchor, done, entry, rows])
+        # a rank's part of the vocabulary holds fewer rows than may be chosen: there `draw` asks the others
+        known = self._known(logits) if sampling.greedy and sampling.vocab <= logits.shape[1] else None
+        if known:
+            _check(logits, sampling)
+            name = "sample_verdict_best"
+            args = [logits, logits.shape[1], sampling.vocab, known.values, known.ids, known.span]
+        else:
+            drawn, bad, *_ = self.draw(logits, positions, sampling, rows)
+            name, args = "sample_verdict", [drawn, bad]
+        args += [drafts, limits.remaining, limits.stop_ids, limits.done, limits.step]
+        self.device.launch(name, 1, ROW_TILE * 32, [*args, tokens, count, anchor, done, entry, rows])
         return Verdict(tokens, count, anchor, done, entry)
 
-    def advance(self, verdict: Verdict, ring: Tensor, length: Tensor, anchor: Tensor, limits: Limits) -> None:
-        words = [length, anchor, limits.remaining, limits.done, limits.step]
+    def advance(self, verdict: Verdict, ring: Tensor, positions: Tensor, anchor: Tensor, limits: Limits) -> None:
+        words = [positions, anchor, limits.remaining, limits.done, limits.step]
         args = [verdict.count, verdict.anchor, verdict.done, verdict.entry, ring, *ring.shape, *words]
         self.device.launch("sample_advance", 1, 64, args)
 
+    def expect(self, proposal: Proposal, drafts: Tensor, ring: Tensor, step: Tensor) -> None:
+        count = proposal.drafts.shape[0]
+        args = [proposal.drafts, proposal.confidence, count, drafts, ring, *ring.shape, step]
+        self.device.launch("sample_expect", 1, 32, args)
+
     def pick(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Proposal:
         rows = positions.shape[0]
-        drawn, _, best, sums = self.draw(logits, positions, sampling, rows, with_sums=True)
+        drawn, _, best, sums = self.draw(logits, positions, sampling, rows, with_sums=True, most=DRAFT_BEST)
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
         confidence = torch.empty(rows, dtype=torch.float32, device=logits.device)
         args = [logits, logits.shape[1], best, drawn, sums, tokens, confidence]
@@ -60,30 +91,57 @@ class SampleOps:
         rows: int,
         with_sums: bool = False,
         drawn: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        most: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Each row's candidates [rows, BLOCKS], the best of which is its token (in `drawn`, where given); whether parts
-        of it are not finite; candidates before noise, and sums of exp(logit - the part's maximum)."""
+        of it are not finite; candidates before noise, and sums of exp(logit - the part's maximum), both where there
+        are sums. most: draw from so many best ones at most, 0 for no such bound."""
         _check(logits, sampling)
-        where, stride, vocab = logits.device, logits.shape[1], sampling.vocab
-        parts = (rows, BLOCKS)
-        best = torch.empty(parts, dtype=torch.int64, device=where)
-        bad = torch.empty(parts, dtype=torch.int32, device=where)
-        sums = torch.empty(parts, dtype=torch.float32, device=where) if with_sums else None
-        grid, source = (BLOCKS, rows), [logits, stride, vocab, best]
-        if sampling.greedy and drawn is None:
-            self.device.launch("sample_first", grid, THREADS, [*source, bad, sums, None, None, None])
+        _check_rows(rows)
+        where, source = logits.device, [logits, logits.shape[1], sampling.vocab]
+        bad = torch.empty(rows, BLOCKS, dtype=torch.int32, device=where)
+        known = None if with_sums or (sampling.greedy and drawn is None) else self._known(logits)
+        best = sums = None
+        if known:
+            spans: list[Argument] = [known.values, None, known.span]
+        else:
+            own = None if sampling.greedy else torch.empty(rows, OWN_SPANS, dtype=torch.int64, device=where)
+            best = torch.empty(rows, BLOCKS, dtype=torch.int64, device=where)
+            sums = torch.empty(rows, BLOCKS, dtype=torch.float32, device=where) if with_sums else None
+            self.device.launch("sample_first", (BLOCKS, rows), THREADS, [*source, own, best, bad, sums])
+            spans = [None, own, 0]
+        if sampling.greedy:
             return best, bad, best, sums
-        bins = torch.empty(rows, 2, DIGITS, BINS, dtype=torch.int64, device=where)
-        found = torch.empty(rows, 2 * DIGITS + 1, FOUND_WORDS, dtype=torch.int64, device=where)
         if drawn is None:
-            drawn = torch.empty(parts, dtype=torch.int64, device=where)
-        words = [sampling.temperature, sampling.top_k, sampling.top_p]
-        self.device.launch("sample_first", grid, THREADS, [*source, bad, sums, bins, found, sampling.top_k])
-        for number in range(2 * DIGITS):
-            self.device.launch("sample_pass", grid, THREADS, [*source, bins, found, *words, number])
-        args = [*source, bins, found, *words, sampling.seed, positions, drawn]
-        self.device.launch("sample_draw", grid, THREADS, args)
+            drawn = torch.empty(rows, BLOCKS, dtype=torch.int64, device=where)
+        row = [*source, *spans, sampling.temperature, sampling.top_k, sampling.top_p, most]
+        noise, kept = [sampling.seed, positions], self._kept(where)
+        bins, look = [kept.masses, kept.counts], [kept.cuts, kept.list, kept.listed, self.listed, drawn]
+        grid = (max(BLOCKS, -(-sampling.vocab // MAX_A_BLOCK)), rows)
+        self.device.launch("sample_bins", grid, THREADS, [*row, *bins])
+        self.device.launch("sample_draw", (BLOCKS, rows), THREADS, [*row, *bins, *noise, *look])
+        self.device.launch("sample_choose", (1, rows), CHOOSERS, [*row, *bins, *noise, *look, bad if known else None])
         return drawn, bad, best, sums
+
+    def _known(self, logits: Tensor) -> Candidates | None:
+        """The head's best ones of these very logits."""
+        found = self.candidates
+        return found if found is not None and found.logits is logits else None
+
+    def _kept(self, where: torch.device) -> Scratch:
+        if self._scratch is None:
+            masses = torch.zeros(ROW_TILE, BINS, dtype=torch.int64, device=where)
+            counts = torch.zeros(ROW_TILE, BINS, dtype=torch.int32, device=where)
+            listed = torch.zeros(ROW_TILE, dtype=torch.int32, device=where)
+            values = torch.zeros(ROW_TILE, MAX_LISTED, dtype=torch.int64, device=where)
+            cuts = torch.zeros(ROW_TILE, CUT_WORDS, dtype=torch.int64, device=where)
+            self._scratch = Scratch(masses, counts, listed, values, cuts)
+        return self._scratch
+
+
+def _check_rows(rows: int) -> None:
+    if not 1 <= rows <= ROW_TILE:
+        raise KernelError(f"{rows} rows: a window has 1 to {ROW_TILE}")
 
 
 def _check(logits: Tensor, sampling: Sampling) -> None:

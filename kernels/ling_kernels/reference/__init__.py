@@ -22,6 +22,7 @@ class ReferenceOps:
     experts = staticmethod(moe.experts)
     verdict = staticmethod(sample.verdict)
     advance = staticmethod(sample.advance)
+    expect = staticmethod(sample.expect)
     pick = staticmethod(sample.pick)
     draft_embed = staticmethod(draft.embed)
     draft_context = staticmethod(draft.context)

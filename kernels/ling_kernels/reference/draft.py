@@ -11,7 +11,7 @@ from torch import Tensor
 from ling_kernels.ops import ROW_TILE, DraftLayerParams, DraftParams, Proposal, Sampling
 from ling_kernels.reference.dense import linear, mlp, rms_norm
 from ling_kernels.reference.mla import rotate
-from ling_kernels.reference.sample import choose
+from ling_kernels.reference.sample import choose_draft, draft_rule
 
 
 def _turned(x: Tensor, angles: Tensor, params: DraftParams) -> Tensor:
@@ -100,7 +100,7 @@ def pick(
     whole: Callable[[Tensor], Tensor] = _same,
 ) -> Proposal:
     """whole: logits of this rank's rows of the vocabulary to those of all."""
-    drafts, confidence = [], []
+    drafts, confidence, rule = [], [], draft_rule(positions, sampling)
     before = anchor.view(1)
     state = torch.zeros(1, params.markov_w1.shape[1], dtype=torch.float32, device=base.device)
     for row in range(base.shape[0]):
@@ -108,7 +108,7 @@ def pick(
         bias, state = _markov(hidden, known, state, params)
         logits = whole(base[row : row + 1] + F.linear(bias, params.markov_w2.float()))
         confidence.append(_confidence(hidden, known, params, row))
-        before = choose(logits[:, : sampling.vocab], positions[row : row + 1], sampling)
+        before = choose_draft(logits[:, : sampling.vocab], rule, slice(row, row + 1))
         drafts.append(before)
     return Proposal(torch.cat(drafts), torch.cat(confidence))
 

@@ -7,11 +7,15 @@ emitted ids are the same with and without drafts, greedy or sampled.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ling_kernels.ops import (
+    DRAFT_BEST,
     ERROR_NON_FINITE,
+    RING_HEADER,
     ROW_TILE,
     STOPPED_EOS,
     STOPPED_LENGTH,
@@ -38,9 +42,16 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 def gumbel(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise [n, vocab] fp32, a function of (seed, position, token) alone."""
-    row = _hash(_hash(seed + _POSITION_KEY) + positions * _POSITION_KEY)
-    tokens = torch.arange(vocab, device=positions.device) * _TOKEN_KEY
-    bits = _hash(row[:, None] + tokens) >> 41 & ((1 << 23) - 1)
+    return _noise(_row_keys(seed, positions), torch.arange(vocab, device=positions.device))
+
+
+def _row_keys(seed: Tensor, positions: Tensor) -> Tensor:
+    return _hash(_hash(seed + _POSITION_KEY) + positions * _POSITION_KEY)
+
+
+def _noise(keys: Tensor, tokens: Tensor) -> Tensor:
+    """keys [n]; tokens [m] or [n, m]."""
+    bits = _hash(keys[:, None] + tokens * _TOKEN_KEY) >> 41 & ((1 << 23) - 1)
     # 23 bits and a half: fp32 holds each exactly, so the uniform is never 0 or 1
     return -torch.log(-torch.log((bits.float() + 0.5) * 2.0**-23))
 
@@ -69,9 +80,45 @@ def choose(logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
     return (filtered_logits(logits, sampling) + gumbel(sampling.seed, positions, logits.shape[-1])).argmax(-1)
 
 
+class DraftRule(NamedTuple):
+    """What n drafts are drawn by, made once for all of them: keys [n] of their noise; cut [C]: 0 for each of the best
+    tokens that top-k keeps, -inf past them."""
+
+    keys: Tensor
+    cut: Tensor
+    temperature: Tensor
+    top_p: Tensor
+
+
+def draft_rule(positions: Tensor, sampling: Sampling) -> DraftRule | None:
+    """For `choose_draft`; None where drafts are greedy."""
+    if sampling.greedy:
+        return None
+    best = min(DRAFT_BEST, sampling.vocab)
+    cut = torch.zeros(best, device=positions.device)
+    past = torch.arange(best, device=positions.device) >= sampling.top_k
+    cut.masked_fill_(past & (sampling.top_k > 0), -torch.inf)
+    keys = _row_keys(sampling.seed, positions)
+    return DraftRule(keys, cut, sampling.temperature.clamp(min=1e-5), sampling.top_p)
+
+
+def choose_draft(logits: Tensor, rule: DraftRule | None, row: slice = slice(None)) -> Tensor:
+    """`choose` for drafts `row` of the rule, from the DRAFT_BEST best tokens of each at most: a draft may be anything,
+    and what comes after them is seldom drawn, but costs a sort of the vocabulary and noise for all of it."""
+    if rule is None:
+        return logits.argmax(-1)
+    values, tokens = logits.topk(rule.cut.shape[0])
+    scaled = values / rule.temperature + rule.cut
+    probability = scaled.softmax(-1)
+    before = probability.cumsum(-1) - probability
+    scaled = torch.where(before < rule.top_p, scaled, -torch.inf)  # all of them -inf: the first, which is the best
+    place = (scaled + _noise(rule.keys[row], tokens)).argmax(-1, keepdim=True)
+    return tokens.gather(-1, place)[:, 0]
+
+
 def pick(logits: Tensor, positions: Tensor, sampling: Sampling) -> Proposal:
     logits = logits[:, : sampling.vocab]
-    tokens = choose(logits, positions, sampling)
+    tokens = choose_draft(logits, draft_rule(positions, sampling))
     return Proposal(tokens, logits.softmax(-1).gather(1, tokens[:, None])[:, 0])
 
 
@@ -101,11 +148,18 @@ def verdict(
     return Verdict(tokens, count, anchor, limits.done | bad | (finish > 0), entry)
 
 
-def advance(verdict: Verdict, ring: Tensor, length: Tensor, anchor: Tensor, limits: Limits) -> None:
+def advance(verdict: Verdict, ring: Tensor, positions: Tensor, anchor: Tensor, limits: Limits) -> None:
     entry = torch.nn.functional.pad(verdict.entry, (0, ROW_TILE))
     ring.index_copy_(0, (limits.step % ring.shape[0]).view(1), entry[None])
-    length += verdict.count
+    positions += verdict.count
     limits.remaining.sub_(verdict.count)
     anchor.copy_(torch.where(verdict.count > 0, verdict.anchor, anchor))
     limits.done.copy_(verdict.done)
     limits.step.add_(1)
+
+
+def expect(proposal: Proposal, drafts: Tensor, ring: Tensor, step: Tensor) -> None:
+    num, column = proposal.drafts.shape[0], RING_HEADER + ROW_TILE
+    drafts[:num].copy_(proposal.drafts)
+    entry = (proposal.confidence * 1e6).long()[None]
+    ring[:, column : column + num].index_copy_(0, ((step - 1) % ring.shape[0]).view(1), entry)

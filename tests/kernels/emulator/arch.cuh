@@ -51,6 +51,7 @@ struct Warp {
 struct Thread {
   Dim index;
   u32 lane, meetings, barriers, waits;
+  u32 named[16];  // named barriers that it has met
   Warp* warp;
 };
 
@@ -68,6 +69,12 @@ void copy(void* to, const void* from, u32 bytes);  // to 16 bytes; those that ar
 void commit();                                      // copies so far are a group
 void copies_wait(u32 pending);                      // for all but the youngest groups
 void look_again();    // others may run meanwhile
+void ring_init(u64* barrier, u32 arrivals);
+void ring_arrive(u64* barrier);
+void ring_expect(u64* barrier, u32 bytes);
+void ring_wait(u64* barrier, u32 parity);
+void ring_send(u64* barrier, void* to, const void* from, u32 bytes);  // lands when the barrier is waited for
+void named_barrier(u32 id, u32 count);
 
 // Bring a value; then those of all lanes of this meeting may be read, until the next meeting but one.
 template <class T>
@@ -98,6 +105,16 @@ inline T taken(const u64 (*from)[4], u32 lane) {
 inline void __syncthreads() { emulator::barrier(); }
 inline void __syncwarp(u32 mask = ALL) { emulator::meet(mask); }
 inline void __threadfence() {}
+inline int __syncthreads_count(bool is) {
+  static int sum = 0;
+  sum += is;
+  emulator::barrier();
+  const int all = sum;
+  emulator::barrier();
+  sum = 0;
+  emulator::barrier();
+  return all;
+}
 
 template <class T>
 inline T __shfl_sync(u32 mask, T value, int lane, int width = 32) {
@@ -228,6 +245,7 @@ inline float4 load_settled(const float4* from) {
 }
 inline uint2 load_activations4(const bf16* from) { return load_settled(reinterpret_cast<const uint2*>(from)); }
 inline bf16 load_activation(const bf16* from) { return *from; }
+inline float load_activation(const float* from) { return *from; }
 inline float4 load_settled4(const float* from) {
   if (uintptr_t(from) & 15) emulator::fail("a 16-byte load is not aligned");
   float4 v;
@@ -296,12 +314,34 @@ inline u32 ordered(float x) {
 
 // Copies in the background: emulator::copy does them at once or, in other orders, when they are waited for.
 inline void copy16(void* to, const void* from) { emulator::copy(to, from, 16); }
-inline void copy_weights(void* to, const void* from, bool) { emulator::copy(to, from, 16); }
-inline void copy16_or_zeros(void* to, const void* from, bool live) { emulator::copy(to, from, live ? 16 : 0); }
 inline void copies_commit() { emulator::commit(); }
 template <int pending>
 inline void copies_wait() { emulator::copies_wait(pending); }
-inline void copies_wait_upto(int pending) { emulator::copies_wait(u32(pending)); }
+
+constexpr u32 FULL_ARRIVALS = 1;
+inline void barrier_init(u64* barrier, u32 arrivals) { emulator::ring_init(barrier, arrivals); }
+inline void barriers_ready() {}
+inline void barrier_arrive(u64* barrier) { emulator::ring_arrive(barrier); }
+inline void barrier_wait(u64* barrier, u32 parity) { emulator::ring_wait(barrier, parity); }
+inline int uniform(int x) { return __shfl_sync(ALL, x, 0); }
+// One lane sends; that all have the same arguments is checked.
+inline void same_in_all(u64 value) {
+  auto all = emulator::bring(ALL, value);
+  if (emulator::taken<u64>(all, 0) != value) emulator::fail("lanes disagree about what is sent");
+}
+inline void expect_rows(u64* full, u32 bytes) {
+  same_in_all(u64(uintptr_t(full)) + bytes);
+  if (emulator::self->lane == 0) emulator::ring_expect(full, bytes);
+}
+inline void send_rows(u64* full, void* to, u32 pitch, const void* from, i64 stride, u32 bytes, int rows) {
+  same_in_all(u64(uintptr_t(to)) * 31 + u64(uintptr_t(from)) + bytes + u64(rows) * 7);
+  if (emulator::self->lane != 0) return;
+  for (int r = 0; r < rows; ++r) {
+    emulator::ring_send(full, static_cast<u8*>(to) + r * pitch, static_cast<const u8*>(from) + r * stride, bytes);
+  }
+}
+inline void rows_sent(u64*) {}
+inline void named_barrier(int id, int count) { emulator::named_barrier(u32(id), u32(count)); }
 
 // Lane 8i + r brings the address of row r of matrix i.
 inline void load_matrices(u32 (&v)[4], const void* row) {
@@ -348,3 +388,47 @@ inline u64 clock_ns() {
   return u64(now.tv_sec) * 1000000000ull + u64(now.tv_nsec);
 }
 inline void look_again() { emulator::look_again(); }
+
+inline void store_matrices_transposed(void* row, const u32 (&v)[4]) {
+  if (uintptr_t(row) & 15) emulator::fail("a matrix row is not aligned");
+  auto all = emulator::bring(ALL, row);
+  const u32 lane = emulator::self->lane;
+  for (u32 i = 0; i < 4; ++i) {
+    for (u32 e = 0; e < 2; ++e) {
+      bf16* to = static_cast<bf16*>(const_cast<void*>(emulator::taken<const void*>(all, 8 * i + lane % 4 * 2 + e)));
+      to[lane / 4] = bf16(v[i] >> (16 * e));
+    }
+  }
+  emulator::meet(ALL);
+}
+
+// Products by groups of four warps, as arch.cuh has them: done when they are asked for.
+#define WARP_GROUPS
+struct GroupMatrix {
+  const u8* at;
+  u32 rows_apart, k_apart;
+  GroupMatrix moved(u32 bytes) const { return {at + bytes, rows_apart, k_apart}; }
+  template <bool TURNED>
+  float value(int row, int k) const {
+    const u8* piece = at + row / 8 * rows_apart + k / 8 * k_apart;
+    const int place = TURNED ? k % 8 * 8 + row % 8 : row % 8 * 8 + k % 8;
+    return to_float(reinterpret_cast<const bf16*>(piece)[place]);
+  }
+};
+inline GroupMatrix group_matrix(const void* at, u32 rows_apart, u32 k_apart) {
+  if ((uintptr_t(at) | rows_apart | k_apart) & 15) emulator::fail("a matrix of a group is not aligned");
+  return {static_cast<const u8*>(at), rows_apart, k_apart};
+}
+inline void group_open() {}
+inline void group_close() {}
+template <int pending>
+inline void group_wait() {}
+inline void group_publish() {}
+template <bool A_TURNED, bool B_TURNED, int SIZE>
+inline void group_mma(float (&c)[SIZE], GroupMatrix a, GroupMatrix b) {
+  const int lane = int(emulator::self->lane), rows = int(threadIdx.x / 32 % 4) * 16;
+  for (int i = 0; i < SIZE; ++i) {
+    const int row = rows + lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) c[i] += a.value<A_TURNED>(row, k) * b.value<B_TURNED>(column, k);
+  }
+}

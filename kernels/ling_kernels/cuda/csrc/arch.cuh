@@ -92,6 +92,12 @@ __device__ __forceinline__ bf16 load_activation(const bf16* from) {
   return v;
 }
 
+__device__ __forceinline__ float load_activation(const float* from) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(from));
+  return v;
+}
+
 // 16 bytes that an earlier kernel wrote: through L1, only after the wait. Zeros where `live` is false.
 __device__ __forceinline__ uint4 load16(const void* from, bool live = true) {
   uint4 v = make_uint4(0, 0, 0, 0);
@@ -221,11 +227,6 @@ __device__ __forceinline__ float4 load_settled(const float4* from) {
   return v;
 }
 
-__device__ __forceinline__ float4 load_settled4(const float* from) {
-  float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
-  return v;
-}
 __device__ __forceinline__ uint4 load_settled16(const void* from) {
   uint4 v;
   asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
@@ -245,41 +246,6 @@ __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_
 template <int pending>
 __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
-
-// The same for weights that are read once; first_to_go: they leave L2 before everything else. Otherwise without a policy:
-// one of "evict_normal" is an illegal instruction on sm_90 (seen on an H200, assembler of CUDA 13.0).
-__device__ __forceinline__ void copy_weights(void* to, const void* from, bool first_to_go) {
-  if (first_to_go) {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
-                 "l"(from), "l"(policy)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-  }
-}
-// 16 bytes, or zeros where `live` is false.
-__device__ __forceinline__ void copy16_or_zeros(void* to, const void* from, bool live) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(live ? 16 : 0)
-               : "memory");
-}
-// copies_wait for a number that the compiler does not know, the same in all lanes.
-__device__ __forceinline__ void copies_wait_upto(int pending) {
-  switch (pending) {
-    case 0: copies_wait<0>(); break;
-    case 1: copies_wait<1>(); break;
-    case 2: copies_wait<2>(); break;
-    case 3: copies_wait<3>(); break;
-    case 4: copies_wait<4>(); break;
-    case 5: copies_wait<5>(); break;
-    case 6: copies_wait<6>(); break;
-    case 7: copies_wait<7>(); break;
-    case 8: copies_wait<8>(); break;
-    default: copies_wait<9>();
-  }
 }
 
 // Four 8x8 bf16 matrices; lane 8i + r gives the address of row r of matrix i. Lane l receives of each the two
@@ -336,3 +302,82 @@ __device__ __forceinline__ u64 clock_ns() {
 
 // Between two looks at what another GPU is to write.
 __device__ __forceinline__ void look_again() {}
+
+// The reverse of load_matrices_transposed: lane 8i + r gives the address of row r of matrix i, and brings of each matrix
+// the elements of rows 2 (l % 4), +1 of column l / 4. From sm_90 on.
+__device__ __forceinline__ void store_matrices_transposed(void* row, const u32 (&v)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(row)),
+               "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+               : "memory");
+#endif
+}
+
+// ---- matrix product by groups of four warps (sm_90 alone) ---------------------------------------------------------
+// c += a · b for a of 64 rows, b of 16 to 80 columns, 16 of k, both in shared memory: bf16 in, fp32 sums. A matrix lies in
+// pieces of 8x8, 128 bytes side by side: 8 rows of 8 k's or, turned, 8 k's of 8 rows. Warp w of the group has rows 16 w
+// on; of every 8 columns a lane has four values as in mma_bf16. Asynchronous: between group_open and group_wait nothing
+// may touch c, and what it reads must have been made visible by group_publish and a block barrier.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define WARP_GROUPS
+
+struct GroupMatrix {
+  u64 word;
+  __device__ GroupMatrix moved(u32 bytes) const { return {word + (bytes >> 4)}; }
+};
+
+// rows_apart, k_apart: bytes from a piece to the one with the next rows (columns, of b), or the next k's.
+__device__ __forceinline__ GroupMatrix group_matrix(const void* at, u32 rows_apart, u32 k_apart) {
+  return {u64(u32(__cvta_generic_to_shared(at)) >> 4) | u64(k_apart >> 4) << 16 | u64(rows_apart >> 4) << 32};
+}
+
+__device__ __forceinline__ void group_open() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void group_close() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int pending>
+__device__ __forceinline__ void group_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+// What this thread has written to shared memory, copies it has waited for included, can be read by products.
+__device__ __forceinline__ void group_publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+template <bool A_TURNED, bool B_TURNED>
+__device__ __forceinline__ void group_mma(float (&c)[8], GroupMatrix a, GroupMatrix b) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7"
+      "}, %8, %9, p, 1, 1, %10, %11; }\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
+      : "l"(a.word), "l"(b.word), "n"(int(A_TURNED)), "n"(int(B_TURNED)));
+}
+
+template <bool A_TURNED, bool B_TURNED>
+__device__ __forceinline__ void group_mma(float (&c)[24], GroupMatrix a, GroupMatrix b) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,"
+      "%20,%21,%22,%23"
+      "}, %24, %25, p, 1, 1, %26, %27; }\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
+        "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]),
+        "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23])
+      : "l"(a.word), "l"(b.word), "n"(int(A_TURNED)), "n"(int(B_TURNED)));
+}
+
+template <bool A_TURNED, bool B_TURNED>
+__device__ __forceinline__ void group_mma(float (&c)[40], GroupMatrix a, GroupMatrix b) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
+      "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,"
+      "%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39"
+      "}, %40, %41, p, 1, 1, %42, %43; }\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7]),
+        "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]), "+f"(c[14]), "+f"(c[15]),
+        "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]), "+f"(c[21]), "+f"(c[22]), "+f"(c[23]),
+        "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]), "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31]),
+        "+f"(c[32]), "+f"(c[33]), "+f"(c[34]), "+f"(c[35]), "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39])
+      : "l"(a.word), "l"(b.word), "n"(int(A_TURNED)), "n"(int(B_TURNED)));
+}
+#endif

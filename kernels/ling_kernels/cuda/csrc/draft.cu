@@ -23,16 +23,20 @@ extern "C" __global__ void __launch_bounds__(WARP)
                 const i64* positions, bf16* cache, int capacity, int kv_heads, float eps) {
   const int head = blockIdx.x, row = blockIdx.y, layer = blockIdx.z, lane = threadIdx.x % WARP;
   const bool key = head < kv_heads;
+  DraftNorm norm[1];
+  norm[0].load(norms + layer * DRAFT_HEAD);
   wait_for_producer();
   let_next_start();
   const i64 position = positions[row];
   const bf16* from = proj + ((i64(layer) * layer_rows + row) * 2 * kv_heads + head) * DRAFT_HEAD;
   uint2 out = *reinterpret_cast<const uint2*>(from + 4 * lane);
   if (key) {
-    float x[4];
-    draft_unpack(x, out);
-    draft_turn(x, norms + layer * DRAFT_HEAD, rope + position * rope_dim, rope_dim, neox, eps);
-    out = draft_pack(x);
+    float x[1][4];
+    const float* tables[1] = {rope + position * rope_dim};
+    draft_unpack(x[0], out);
+    draft_scale(x, norm, eps);
+    draft_turn(x, tables, rope_dim, neox);
+    out = draft_pack(x[0]);
   }
   const i64 place = ((i64(layer) * 2 + !key) * capacity + position) * kv_heads + head % kv_heads;
   *reinterpret_cast<uint2*>(cache + place * DRAFT_HEAD + 4 * lane) = out;

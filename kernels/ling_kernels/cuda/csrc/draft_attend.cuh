@@ -10,29 +10,64 @@ constexpr int DRAFT_STAGES = 2;   // steps of a warp on their way
 constexpr int DRAFT_SPLITS = 64;  // most splits of the context
 constexpr int DRAFT_PITCH = DRAFT_HEAD + 8;
 
-// A head's vector, four values a lane, normed (where norm is not null) and turned by the angles of a position, table
-// cos‖sin. Values past rope_dim stay.
-__device__ __forceinline__ void draft_turn(float (&x)[4], const bf16* norm, const float* table, int rope_dim, bool neox,
-                                           float eps) {
-  const int lane = threadIdx.x % WARP, first = 4 * lane, half = rope_dim / 2;
-  const float sum = warp_sum((x[0] * x[0] + x[1] * x[1]) + (x[2] * x[2] + x[3] * x[3]));
-  const float scale = rsqrtf(sum / DRAFT_HEAD + eps);
+// A lane's four values of a head's norm; a small weight that is cold at each step, so it is asked for before the wait.
+struct DraftNorm {
+  bf16 x[4];
+
+  __device__ void load(const bf16* norm) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) x[i] = x[i] * scale * to_float(norm[first + i]);
-  const bool second = neox && first >= half;
-  const int partner = second ? lane - half / 4 : lane + half / 4;
-  float other[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float there = __shfl_sync(ALL, x[i], partner & (WARP - 1));
-    other[i] = neox ? there : x[i ^ 1];
+    for (int i = 0; i < 4; i++) x[i] = load_settled(norm + threadIdx.x % WARP * 4 + i);
   }
-  if (first >= rope_dim) return;
+};
+
+// Heads' vectors, four values a lane, normed.
+template <int COUNT>
+__device__ __forceinline__ void draft_scale(float (&x)[COUNT][4], const DraftNorm (&norm)[COUNT], float eps) {
+  float sum[COUNT];
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int pair = neox ? (first + i) % half : (first + i) / 2;
-    const bool behind = neox ? second : i % 2 == 1;
-    x[i] = x[i] * table[pair] + (behind ? other[i] : -other[i]) * table[half + pair];
+  for (int i = 0; i < COUNT; i++) sum[i] = (x[i][0] * x[i][0] + x[i][1] * x[i][1]) + (x[i][2] * x[i][2] + x[i][3] * x[i][3]);
+#pragma unroll
+  for (int step = WARP / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) sum[i] += __shfl_xor_sync(ALL, sum[i], step);
+  }
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    const float scale = rsqrtf(sum[i] / DRAFT_HEAD + eps);
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[i][e] = x[i][e] * scale * to_float(norm[i].x[e]);
+  }
+}
+
+// And turned by the angles of their positions, tables cos‖sin. Values past rope_dim stay.
+template <bool NEOX, int COUNT>
+__device__ __forceinline__ void draft_turn_as(float (&x)[COUNT][4], const float* const (&tables)[COUNT], int rope_dim) {
+  const int lane = threadIdx.x % WARP, first = 4 * lane, half = rope_dim / 2;
+  const bool second = NEOX && first >= half, turns = first < rope_dim;
+  const int partner = (second ? lane - half / 4 : lane + half / 4) & (WARP - 1);
+#pragma unroll
+  for (int i = 0; i < COUNT; i++) {
+    float other[4], turned[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) other[e] = NEOX ? __shfl_sync(ALL, x[i][e], partner) : x[i][e ^ 1];
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const int pair = turns ? NEOX ? first + e - (second ? half : 0) : (first + e) / 2 : 0;
+      const bool behind = NEOX ? second : e % 2 == 1;
+      turned[e] = x[i][e] * tables[i][pair] + (behind ? other[e] : -other[e]) * tables[i][half + pair];
+    }
+#pragma unroll
+    for (int e = 0; e < 4; e++) x[i][e] = turns ? turned[e] : x[i][e];
+  }
+}
+
+template <int COUNT>
+__device__ __forceinline__ void draft_turn(float (&x)[COUNT][4], const float* const (&tables)[COUNT], int rope_dim,
+                                           bool neox) {
+  if (neox) {
+    draft_turn_as<true>(x, tables, rope_dim);
+  } else {
+    draft_turn_as<false>(x, tables, rope_dim);
   }
 }
 
@@ -98,31 +133,44 @@ __device__ __forceinline__ void draft_fetch(const Draft& job, int first, int end
   copies_commit();
 }
 
-// Queries of the tile, and the block's own keys and values if `own`, from the projection to shared memory.
-__device__ __forceinline__ void draft_inputs(const Draft& job, bool own, DraftShared& s) {
+// Queries of the tile, and the block's own keys and values if `own`, from the projection to shared memory. A warp takes
+// several vectors side by side: what each goes through is one long chain.
+__device__ __forceinline__ void draft_inputs(const Draft& job, bool own, const DraftNorm& q_norm, const DraftNorm& k_norm,
+                                             DraftShared& s) {
   constexpr int AT_ONCE = 4;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, queries = job.queries();
   const int jobs = queries + (own ? job.rows : 0);
-  for (int first = warp; first < jobs; first += AT_ONCE * DRAFT_WARPS) {
+  const u32 by_rows = 65536 / u32(job.rows) + 1;  // query * by_rows >> 16 is query / rows for these small numbers
+  for (int base = 0; base < jobs; base += AT_ONCE * DRAFT_WARPS) {  // uniform, so that the chains stay side by side
+    const int first = base + warp;
     uint2 found[AT_ONCE];
+    int rows[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      const int at = first + i * DRAFT_WARPS;
-      if (at >= jobs) continue;
-      const int query = 16 * job.tile + at, row = at < queries ? query % job.rows : at - queries;
-      const int head = at < queries ? job.kv * job.each() + query / job.rows : job.query_heads + job.kv;
-      found[i] = *reinterpret_cast<const uint2*>(job.proj + i64(row) * job.stride() + head * DRAFT_HEAD + 4 * lane);
+      const int at = min(first + i * DRAFT_WARPS, jobs - 1), query = 16 * job.tile + at;  // those past the end: the last again
+      const int of = int(u32(query) * by_rows >> 16);
+      rows[i] = at < queries ? query - of * job.rows : at - queries;
+      const int head = at < queries ? job.kv * job.each() + of : job.query_heads + job.kv;
+      found[i] = load_activations4(job.proj + i64(rows[i]) * job.stride() + head * DRAFT_HEAD + 4 * lane);
     }
+    float x[AT_ONCE][4];
+    DraftNorm norm[AT_ONCE];
+    const float* tables[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const bool asks = first + i * DRAFT_WARPS < queries;
+#pragma unroll
+      for (int e = 0; e < 4; e++) norm[i].x[e] = asks ? q_norm.x[e] : k_norm.x[e];
+      draft_unpack(x[i], found[i]);
+      tables[i] = s.angles[rows[i]];
+    }
+    draft_scale(x, norm, job.eps);
+    draft_turn(x, tables, job.rope_dim, job.neox);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
       const int at = first + i * DRAFT_WARPS;
-      if (at >= jobs) continue;
-      const int row = at < queries ? (16 * job.tile + at) % job.rows : at - queries;
-      float x[4];
-      draft_unpack(x, found[i]);
-      draft_turn(x, at < queries ? job.q_norm : job.k_norm, s.angles[row], job.rope_dim, job.neox, job.eps);
       bf16* to = at < queries ? s.q[at] : s.own.keys[at - queries];
-      *reinterpret_cast<uint2*>(to + 4 * lane) = draft_pack(x);
+      if (at < jobs) *reinterpret_cast<uint2*>(to + 4 * lane) = draft_pack(x[i]);
     }
   }
   if (!own) return;
@@ -200,12 +248,14 @@ __device__ __forceinline__ void draft_mix(const Draft& job, int split, int split
   copies_commit();
 #pragma unroll
   for (int step = 0; step < DRAFT_STAGES; step++) draft_fetch(job, first_key(step), end, s.ring[warp][step]);
+  DraftNorm q_norm, k_norm;
+  q_norm.load(job.q_norm), k_norm.load(job.k_norm);
   copies_wait<DRAFT_STAGES>();
   __syncthreads();
   wait_for_producer();
   let_next_start();
 
-  draft_inputs(job, own, s);
+  draft_inputs(job, own, q_norm, k_norm, s);
   __syncthreads();
   u32 q[DRAFT_HEAD / 16][4];
 #pragma unroll

@@ -4,12 +4,26 @@
 template <int NT>
 struct StoreRows {
   bf16* out;
-  int n, live, tall;
+  int n, live;
 
   __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
     for (int o = threadIdx.x; o < live * 16; o += blockDim.x) {
-      const int token = o / 16, row = tile * tall + o % 16;
-      if (o % 16 < tall && row < n) out[i64(token) * n + row] = to_bf16(sums.at(token, o % 16));
+      const int token = o / 16, row = tile * 16 + o % 16;
+      if (row < n) out[i64(token) * n + row] = to_bf16(sums.at(token, o % 16));
+    }
+  }
+  __device__ __forceinline__ void finish() {}
+};
+
+template <int NT>
+struct StoreFloats {
+  float* out;
+  int n, live;
+
+  __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
+    for (int o = threadIdx.x; o < live * 16; o += blockDim.x) {
+      const int token = o / 16, row = tile * 16 + o % 16;
+      if (row < n) out[i64(token) * n + row] = sums.at(token, o % 16);
     }
   }
   __device__ __forceinline__ void finish() {}
@@ -18,14 +32,14 @@ struct StoreRows {
 template <int NT>
 struct StoreSwiglu {
   bf16* out;
-  int inner, live, tall;
+  int inner, live;
   float limit;
 
   __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
     for (int o = threadIdx.x; o < live * 8; o += blockDim.x) {
-      const int token = o / 8, row = tile * tall + o % 8;
+      const int token = o / 8, row = tile * 8 + o % 8;
       const float value = swiglu(sums.at(token, o % 8), sums.at(token, o % 8 + 8), limit);
-      if (o % 8 < tall && row < inner) out[token * inner + row] = to_bf16(value);
+      if (row < inner) out[token * inner + row] = to_bf16(value);
     }
   }
   __device__ __forceinline__ void finish() {}
@@ -73,8 +87,8 @@ struct StoreLogits {
   }
 };
 
-// 1 / rms of each (token, head), for the output of KDA that still lacks its norm: a head's 128 values of K share it, and
-// are a warp's batch, so it can wait until they are summed. sums [ROW_TILE, heads, slices] fp32: sums of squares of each slice of a head.
+// 1 / rms of each (token, head), for the output of KDA that still lacks its norm: a head's 128 values of K share it,
+// so it can wait until they are summed. sums [ROW_TILE, heads, slices] fp32: sums of squares of each slice of a head.
 struct HeadNorm {
   static constexpr bool SCALED = true;
   const float* sums;
@@ -99,87 +113,69 @@ struct HeadNorm {
   }
 };
 
-// Tiles of `tall` rows of gate, at most 8, and the matching ones of up, of one dense MLP; otherwise as Matrix.
+// Rows gate and up of one dense MLP.
 struct GateUp {
   const bf16* weight;
-  int inner, width, per, tall, asked;
+  int inner, width, per;
+  static constexpr int step = 1;
 
   __device__ __forceinline__ int first() const { return blockIdx.x * per; }
-  __device__ __forceinline__ int end() const { return min((inner + tall - 1) / tall, first() + per); }
+  __device__ __forceinline__ int end() const { return min((inner + 7) / 8, first() + per); }
+  __device__ __forceinline__ bool early(int) const { return true; }
   __device__ __forceinline__ Rows rows(int tile, int group) const {
-    const int at = tile * tall + group;
-    const bool has = group < tall && at < inner;
-    return {weight + i64(at) * width, weight + (i64(inner) + at) * width, has, has};
-  }
-  __device__ __forceinline__ void ask_rest(int columns) const {
-    const int start = first() * tall;
-    for (int r = threadIdx.x % WARP; r < asked && start + r < inner; r += WARP) {
-      const int from = r < tall ? columns : 0;
-      const bf16* gate = weight + i64(start + r) * width + from;
-      if (from < width) prefetch_l2(gate, u32(width - from) * 2);
-      if (from < width) prefetch_l2(gate + i64(inner) * width, u32(width - from) * 2);
-    }
+    return gate_up_rows(weight, inner, width, tile, group);
   }
 };
 
 constexpr int MAX_HEADS = 64;
-static_assert(DEPTH * CHUNK == 128, "a batch is a head");
-
-// Rows of whole batches, as all published models have them, take fewer instructions.
-template <int NT, class Source, class Epilogue>
-__device__ __forceinline__ void stream(
-    const Source& source, const bf16* x, int live, Epilogue& store, const Ahead& ahead) {
-  const Tokens tokens = {x, source.width, source.width, live};
-  if (source.width % (DEPTH * CHUNK) == 0) {
-    stream_tiles<NT, true>(source, tokens, Plain{}, store, ahead);
-  } else {
-    stream_tiles<NT, false>(source, tokens, Plain{}, store, ahead);
-  }
-}
-
-// How a matrix is dealt out: tiles of `tall` rows, `per` of them a block, which asks for its first `asked` rows early.
-#define DEAL int per, int tall, int asked
 
 template <int NT>
 __device__ __forceinline__ void linear(
-    const bf16* x, const bf16* w, bf16* out, int live, int n, int k, DEAL, const Ahead& ahead) {
-  StoreRows<NT> store = {out, n, live, tall};
-  stream<NT>(Matrix{w, n, k, per, tall, asked}, x, live, store, ahead);
+    const bf16* x, const bf16* w, bf16* out, int live, int n, int k, int per, const Ahead& ahead) {
+  StoreRows<NT> store = {out, n, live};
+  stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store, ahead);
 }
 
 template <int NT>
 __device__ __forceinline__ void linear_normed(
-    const bf16* x, const bf16* w, bf16* out, const float* sums, int slices, float eps, int live, int n, int k, DEAL,
-    const Ahead& ahead) {
+    const bf16* x, const bf16* w, bf16* out, const float* sums, int slices, float eps, int live, int n, int k,
+    int per, const Ahead& ahead) {
   __shared__ float factors[MAX_HEADS * ROW_TILE];
-  StoreRows<NT> store = {out, n, live, tall};
+  StoreRows<NT> store = {out, n, live};
   const HeadNorm norm = {sums, k / 128, slices, live, eps, factors};
-  stream_tiles<NT, true>(Matrix{w, n, k, per, tall, asked}, Tokens{x, k, k, live}, norm, store, ahead);
+  stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, norm, store, ahead);
 }
 
 template <int NT>
 __device__ __forceinline__ void mlp_gate_up(
-    const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, DEAL, const Ahead& ahead) {
-  StoreSwiglu<NT> store = {out, inner, live, tall, limit};
-  stream<NT>(GateUp{w, inner, k, per, tall, asked}, x, live, store, ahead);
+    const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, int per, const Ahead& ahead) {
+  StoreSwiglu<NT> store = {out, inner, live, limit};
+  stream_tiles<NT, false>(GateUp{w, inner, k, per}, Tokens{x, k, k, live}, Plain{}, store, ahead);
 }
 
 template <int NT>
 __device__ __forceinline__ void head(
-    const bf16* x, const bf16* w, float* out, float* values, int* ids, int live, int n, int k, DEAL,
+    const bf16* x, const bf16* w, float* out, float* values, int* ids, int live, int n, int k, int per,
     const Ahead& ahead) {
   __shared__ float best[ROW_TILE * 16];
   __shared__ int best_id[ROW_TILE * 16];
   StoreLogits<NT> store = {out, values, ids, n, live, best, best_id};
   store.begin();
-  stream<NT>(Matrix{w, n, k, per, tall, asked}, x, live, store, ahead);
+  stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store, ahead);
 }
 
-// x [*, k], w [n, k] -> out [*, n]; `live` rows. Grid: ceil(n / tall / per). Shared: 2 · warps · 8 NT · PITCH floats.
+template <int NT>
+__device__ __forceinline__ void router(
+    const bf16* x, const bf16* w, float* out, int live, int n, int k, int width, int per) {
+  StoreFloats<NT> store = {out, n, live};
+  stream_tiles<NT, true>(Matrix{w, n, width, per}, Tokens{x, k, k, live}, Plain{}, store);
+}
+
+// x [*, k], w [n, k] -> out [*, n]; `live` rows. Grid: ceil(n / 16 / per). Shared: 2 · warps · 8 NT · PITCH floats.
 #define LINEAR(NAME, NT)                                                                                          \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* w, bf16* out, int live, int n, int k, DEAL, Ahead ahead) {                       \
-    linear<NT>(x, w, out, live, n, k, per, tall, asked, ahead);                                                   \
+      const bf16* x, const bf16* w, bf16* out, int live, int n, int k, int per, Ahead ahead) {                    \
+    linear<NT>(x, w, out, live, n, k, per, ahead);                                                                \
   }
 LINEAR(linear_8, 1)
 LINEAR(linear_16, 2)
@@ -188,27 +184,37 @@ LINEAR(linear_16, 2)
 #define LINEAR_NORMED(NAME, NT)                                                                                   \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
       const bf16* x, const bf16* w, bf16* out, const float* sums, int slices, float eps, int live, int n, int k,  \
-      DEAL, Ahead ahead) {                                                                                        \
-    linear_normed<NT>(x, w, out, sums, slices, eps, live, n, k, per, tall, asked, ahead);                         \
+      int per, Ahead ahead) {                                                                                     \
+    linear_normed<NT>(x, w, out, sums, slices, eps, live, n, k, per, ahead);                                      \
   }
 LINEAR_NORMED(linear_normed_8, 1)
 LINEAR_NORMED(linear_normed_16, 2)
 
-// x [*, k], w [2 inner, k] rows gate‖up -> out [*, inner]. Grid: ceil(inner / tall / per).
+// x [*, k], w [2 inner, k] rows gate‖up -> out [*, inner]. Grid: ceil(inner / 8 / per).
 #define MLP_GATE_UP(NAME, NT)                                                                                     \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, DEAL, Ahead ahead) {      \
-    mlp_gate_up<NT>(x, w, out, limit, live, inner, k, per, tall, asked, ahead);                                   \
+      const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, int per, Ahead ahead) {   \
+    mlp_gate_up<NT>(x, w, out, limit, live, inner, k, per, ahead);                                                \
   }
 MLP_GATE_UP(mlp_gate_up_8, 1)
 MLP_GATE_UP(mlp_gate_up_16, 2)
 
-// x [*, k], w [n, k] -> out [*, n] fp32, and each block's best: values, ids [blocks, ROW_TILE]. tall: 16.
+// x [*, k], w [n, k] -> out [*, n] fp32, and each block's best: values, ids [blocks, ROW_TILE].
 #define HEAD(NAME, NT)                                                                                            \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* w, float* out, float* values, int* ids, int live, int n, int k, DEAL,            \
+      const bf16* x, const bf16* w, float* out, float* values, int* ids, int live, int n, int k, int per,         \
       Ahead ahead) {                                                                                              \
-    head<NT>(x, w, out, values, ids, live, n, k, per, tall, asked, ahead);                                        \
+    head<NT>(x, w, out, values, ids, live, n, k, per, ahead);                                                     \
   }
 HEAD(head_8, 1)
 HEAD(head_16, 2)
+
+// x [*, k], w [n, width] -> out [*, n] fp32. width: k, or parts of an fp32 weight side by side, each of k values
+// rounded up to a chunk.
+#define ROUTER(NAME, NT)                                                                                          \
+  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
+      const bf16* x, const bf16* w, float* out, int live, int n, int k, int width, int per) {                     \
+    router<NT>(x, w, out, live, n, k, width, per);                                                                \
+  }
+ROUTER(router_8, 1)
+ROUTER(router_16, 2)

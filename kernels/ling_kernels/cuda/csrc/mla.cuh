@@ -5,18 +5,18 @@
 
 constexpr int MLA_NOPE = 128, MLA_VALUE = 128;
 constexpr int MLA_QUERY = MLA_NOPE + MLA_ROPE;  // a head's query before absorption
-constexpr int MLA_SLICE = 128;                  // latent columns that a block absorbs
+constexpr int MLA_SLICE = 256;                  // latent columns that a block absorbs
 constexpr int MLA_SLICES = MLA_LATENT / MLA_SLICE;
 constexpr int QUERY_THREADS = 384, QUERY_WARPS = QUERY_THREADS / WARP;  // a warp has 16 of a head's 192 values
 constexpr int QUERY_RANK = 256;                                         // of a low-rank query, multiplied at a time
 constexpr int QUERY_CHUNKS = QUERY_RANK / 32;
 constexpr int MLA_THREADS = 256, MLA_WARPS = 8;
+constexpr int SPARE_WARPS = QUERY_WARPS - MLA_WARPS;  // of a block that makes queries, while the others absorb
 
 struct MlaQueryShared {
   alignas(16) bf16 up[MLA_NOPE][MLA_SLICE + 8];
   alignas(16) bf16 low[ROW_TILE][QUERY_RANK + 8];
   alignas(16) bf16 q[ROW_TILE][MLA_QUERY + 8];
-  float scale[ROW_TILE];
 };
 
 // Where a window's queries come from: rows of `stride` that hold all heads' 192 values, or, with q_b, `rank` values that
@@ -51,36 +51,62 @@ struct MlaQueryRows {
   }
 };
 
-// 1 / root mean square of each row of the low-rank query; rows by warps. A block barrier must follow.
-__device__ __forceinline__ void mla_low_scales(const MlaSource& source, int rows, MlaQueryShared& s) {
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  for (int r = warp; r < rows; r += QUERY_WARPS) {
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int i = lane; i < source.rank; i += WARP) {
-      const float x = to_float(source.rows[i64(r) * source.stride + i]);
-      sum = fmaf(x, x, sum);
-    }
-    sum = warp_sum(sum);
-    if (lane == 0) s.scale[r] = rsqrtf(sum / source.rank + source.eps);
-  }
-}
+// A lane's values of a low-rank query's norm, columns lane, lane + 32 ..; asked for before the wait.
+struct MlaQueryNorm {
+  bf16 x[QUERY_RANK / WARP];
 
-// A head's queries from the low-rank ones: s.q of all live rows. weights: of the first QUERY_RANK columns, on their way.
-__device__ __forceinline__ void mla_low_rank(MlaQueryRows& weights, const MlaSource& source, int head, int rows,
-                                             MlaQueryShared& s) {
+  __device__ void load(const bf16* norm, int rank, int column) {
+#pragma unroll
+    for (int i = 0; i < QUERY_RANK / WARP; i++) {
+      const int at = column + i * WARP + threadIdx.x % WARP;
+      x[i] = at < rank ? load_settled(norm + at) : bf16(0);
+    }
+  }
+};
+
+// A head's queries from the low-rank ones: s.q of all live rows. weights, norm: of the first QUERY_RANK columns, on their
+// way. A warp norms the same rows throughout.
+__device__ __forceinline__ void mla_low_rank(MlaQueryRows& weights, MlaQueryNorm& norm, const MlaSource& source, int head,
+                                             int rows, MlaQueryShared& s) {
+  constexpr int EACH = QUERY_RANK / WARP, NORMED = (ROW_TILE + QUERY_WARPS - 1) / QUERY_WARPS;
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
-  const int first = head * MLA_QUERY + 16 * warp;
-  mla_low_scales(source, rows, s);
+  const int first = head * MLA_QUERY + 16 * warp, rank = source.rank;
+  auto value = [&](int r, int at) { return at < rank ? to_float(source.rows[i64(r) * source.stride + at]) : 0.0f; };
+  float x[NORMED][EACH], scale[NORMED];
+#pragma unroll
+  for (int j = 0; j < NORMED; j++) {
+    const int r = warp + QUERY_WARPS * j;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) x[j][i] = r < rows ? value(r, i * WARP + lane) : 0.0f;
+  }
+#pragma unroll
+  for (int j = 0; j < NORMED; j++) {
+    const int r = warp + QUERY_WARPS * j;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) sum = fmaf(x[j][i], x[j][i], sum);
+    for (int at = QUERY_RANK + lane; at < rank; at += WARP) {
+      const float more = r < rows ? value(r, at) : 0.0f;
+      sum = fmaf(more, more, sum);
+    }
+    scale[j] = rsqrtf(warp_sum(sum) / rank + source.eps);
+  }
   float acc[2][2][4] = {};  // [tokens][every other product]
-  for (int column = 0; column < source.rank; column += QUERY_RANK) {
-    if (column > 0) weights.load(source.q_b, first, source.rank, column);
-    __syncthreads();
-    for (int i = tid; i < rows * QUERY_RANK; i += QUERY_THREADS) {
-      const int r = i / QUERY_RANK, c = i % QUERY_RANK, at = column + c;
-      float x = 0.0f;
-      if (at < source.rank) x = to_float(source.rows[i64(r) * source.stride + at]) * s.scale[r] * to_float(source.q_norm[at]);
-      s.low[r][c] = to_bf16(x);
+  for (int column = 0; column < rank; column += QUERY_RANK) {
+    if (column > 0) {
+      weights.load(source.q_b, first, rank, column);
+      norm.load(source.q_norm, rank, column);
+      __syncthreads();
+    }
+#pragma unroll
+    for (int j = 0; j < NORMED; j++) {
+      const int r = warp + QUERY_WARPS * j;
+      if (r >= rows) continue;
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        const float found = column == 0 ? x[j][i] : value(r, column + i * WARP + lane);
+        s.low[r][i * WARP + lane] = to_bf16(found * scale[j] * to_float(norm.x[i]));
+      }
     }
     __syncthreads();
 #pragma unroll
@@ -101,32 +127,91 @@ __device__ __forceinline__ void mla_low_rank(MlaQueryRows& weights, const MlaSou
   }
 }
 
-// Latent columns slice * MLA_SLICE .. of one head's absorbed queries, for all rows; slice 0 also turns the rope part.
+// One row's cache entry: normed latent, then the turned key; by one warp. latent: 512 values, then the key's 64. table:
+// the row's cos‖sin.
+struct MlaCacheRow {
+  static constexpr int EACH = MLA_LATENT / (2 * WARP);
+  u32 scales[EACH];
+  float cosine, sine;
+
+  // before the wait
+  __device__ void prepare(const bf16* norm, const float* table) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      scales[i] = *reinterpret_cast<const u32*>(norm + 2 * (i * WARP + lane));
+    }
+    cosine = load_settled(table + lane), sine = load_settled(table + MLA_ROPE / 2 + lane);
+  }
+  // rows may start at any element
+  __device__ void write(const bf16* latent, bf16* to, float eps) const {
+    const int lane = threadIdx.x % WARP;
+    bf16 x[EACH][2], key[2];
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int at = 2 * (i * WARP + lane);
+      x[i][0] = load_activation(latent + at), x[i][1] = load_activation(latent + at + 1);
+    }
+    key[0] = load_activation(latent + MLA_LATENT + 2 * lane), key[1] = load_activation(latent + MLA_LATENT + 2 * lane + 1);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const float a = to_float(x[i][0]), b = to_float(x[i][1]);
+      sum = fmaf(a, a, fmaf(b, b, sum));
+    }
+    const float scale = rsqrtf(warp_sum(sum) / MLA_LATENT + eps);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const float a = to_float(x[i][0]) * scale * low_float(scales[i]), b = to_float(x[i][1]) * scale * high_float(scales[i]);
+      *reinterpret_cast<u32*>(to + 2 * (i * WARP + lane)) = pack_bf16(a, b);
+    }
+    *reinterpret_cast<u32*>(to + MLA_LATENT + 2 * lane) = rope_pair(to_float(key[0]), to_float(key[1]), cosine, sine);
+  }
+};
+
+// Where a window's cache entries come from and go.
+struct MlaEntries {
+  const bf16* latent;  // of the first row: latent‖key; rows lie as far apart as the queries'
+  const bf16* norm;
+  bf16* cache;
+};
+
+// A block's part of a window's queries: latent columns slice * MLA_SLICE .. of one head's, for all rows. While the first
+// warps absorb, the spare ones of slice 0 turn the rope part, and those of slice 1 write every `heads`th cache entry.
 // w_uk: this head's [128, 512]. q [16, H, 576]. position: of the first row, settled.
-__device__ __forceinline__ void mla_absorb(const MlaSource& source, const bf16* w_uk, const float* rope, i64 position,
-                                           bf16* q, int heads, int head, int slice, int rows, MlaQueryShared& s) {
-  constexpr int PIECES = MLA_SLICE / 8, TURNERS = QUERY_WARPS - MLA_WARPS, TURNS = ROW_TILE / TURNERS;
+__device__ __forceinline__ void mla_absorb(const MlaSource& source, const MlaEntries& entries, const bf16* w_uk,
+                                           const float* rope, i64 position, bf16* q, int heads, int head, int slice,
+                                           int rows, const Ahead& ahead, MlaQueryShared& s) {
+  constexpr int PIECES = MLA_SLICE / 8, TURNS = ROW_TILE / SPARE_WARPS, COLUMNS = MLA_SLICE / MLA_WARPS;
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, matrix = lane / 8;
+  const bool low_rank = source.q_b != nullptr;
   MlaQueryRows weights;
-  if (source.q_b != nullptr) weights.load(source.q_b, head * MLA_QUERY + 16 * warp, source.rank, 0);
+  MlaQueryNorm norm;
+  if (low_rank) weights.load(source.q_b, head * MLA_QUERY + 16 * warp, source.rank, 0);
+  if (low_rank) norm.load(source.q_norm, source.rank, 0);
+#pragma unroll 4
   for (int i = tid; i < MLA_NOPE * PIECES; i += QUERY_THREADS) {
     const int r = i / PIECES, c = i % PIECES * 8;
     copy16(&s.up[r][c], w_uk + i64(r) * MLA_LATENT + slice * MLA_SLICE + c);
   }
   copies_commit();
   float cosine[TURNS], sine[TURNS];  // of this lane's pair, for the warps that turn the rope part
-  const int turner = slice == 0 ? warp - MLA_WARPS : -1;
+  const int turner = slice == 0 ? warp - MLA_WARPS : -1, writer = slice == 1 ? warp - MLA_WARPS : -1;
+  int entry = writer >= 0 ? head + heads * writer : rows;
+  MlaCacheRow row;
 #pragma unroll
   for (int i = 0; i < TURNS; i++) {
-    const int r = turner + TURNERS * i;
+    const int r = turner + SPARE_WARPS * i;
     if (turner < 0 || r >= rows) continue;
-    cosine[i] = rope[(position + r) * MLA_ROPE + lane];
-    sine[i] = rope[(position + r) * MLA_ROPE + MLA_ROPE / 2 + lane];
+    cosine[i] = load_settled(rope + (position + r) * MLA_ROPE + lane);
+    sine[i] = load_settled(rope + (position + r) * MLA_ROPE + MLA_ROPE / 2 + lane);
   }
+  if (entry < rows) row.prepare(entries.norm, rope + (position + entry) * MLA_ROPE);
+  if (warp == 0) ask_ahead(ahead, blockIdx.x, gridDim.x);
   wait_for_producer();
   let_next_start();
-  if (source.q_b != nullptr) {
-    mla_low_rank(weights, source, head, rows, s);
+  if (low_rank) {
+    mla_low_rank(weights, norm, source, head, rows, s);
   } else {
     for (int i = tid; i < rows * MLA_QUERY; i += QUERY_THREADS) {
       const int r = i / MLA_QUERY, c = i % MLA_QUERY;
@@ -136,58 +221,44 @@ __device__ __forceinline__ void mla_absorb(const MlaSource& source, const bf16* 
   copies_wait<0>();
   __syncthreads();
   if (warp < MLA_WARPS) {
-    const int column = MLA_SLICE / MLA_WARPS * warp;
-    float acc[2][4] = {};
+    float acc[COLUMNS / 8][4] = {};
 #pragma unroll
     for (int k = 0; k < MLA_NOPE; k += 16) {
-      u32 a[4], b[4];
+      u32 a[4];
       load_matrices(a, &s.q[8 * (matrix & 1) + lane % 8][k + 8 * (matrix >> 1)]);
-      load_matrices_transposed(b, &s.up[k + 8 * (matrix & 1) + lane % 8][column + 8 * (matrix >> 1)]);
-      mma_bf16(acc[0], a[0], a[1], a[2], a[3], b[0], b[1]);
-      mma_bf16(acc[1], a[0], a[1], a[2], a[3], b[2], b[3]);
-    }
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int r = lane / 4 + 8 * half;
-        bf16* to = q + (i64(r) * heads + head) * MLA_ROW + slice * MLA_SLICE + column + 8 * n + 2 * (lane % 4);
-        if (r < rows) *reinterpret_cast<u32*>(to) = pack_bf16(acc[n][2 * half], acc[n][2 * half + 1]);
+      for (int n = 0; n < COLUMNS / 8; n += 2) {
+        u32 b[4];
+        load_matrices_transposed(b, &s.up[k + 8 * (matrix & 1) + lane % 8][COLUMNS * warp + 8 * (n + (matrix >> 1))]);
+        mma_bf16(acc[n], a[0], a[1], a[2], a[3], b[0], b[1]);
+        mma_bf16(acc[n + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
       }
     }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int r = lane / 4 + 8 * half;
+      bf16* to = q + (i64(r) * heads + head) * MLA_ROW + slice * MLA_SLICE + COLUMNS * warp + 2 * (lane % 4);
+#pragma unroll
+      for (int n = 0; n < COLUMNS / 8; n++) {
+        if (r < rows) *reinterpret_cast<u32*>(to + 8 * n) = pack_bf16(acc[n][2 * half], acc[n][2 * half + 1]);
+      }
+    }
+    return;
   }
 #pragma unroll
   for (int i = 0; i < TURNS; i++) {
-    const int r = turner + TURNERS * i;
+    const int r = turner + SPARE_WARPS * i;
     if (turner < 0 || r >= rows) continue;
     const u32 pair = *reinterpret_cast<const u32*>(&s.q[r][MLA_NOPE + 2 * lane]);
     bf16* to = q + (i64(r) * heads + head) * MLA_ROW + MLA_LATENT + 2 * lane;
     *reinterpret_cast<u32*>(to) = rope_pair(low_float(pair), high_float(pair), cosine[i], sine[i]);
   }
-}
-
-// One row's cache entry: normed latent, then the turned key. latent: 512 values, then the key's 64. table: the row's
-// cos‖sin. Two values a thread, by the first MLA_THREADS of them.
-__device__ __forceinline__ void mla_cache_row(const bf16* latent, const bf16* norm, const float* table, bf16* to,
-                                              float eps, float* sums) {
-  const int tid = threadIdx.x, at = 2 * tid;
-  const bool live = tid < MLA_THREADS, turns = tid < MLA_ROPE / 2;
-  const u32 scales = live ? *reinterpret_cast<const u32*>(norm + at) : 0;
-  const float cosine = turns ? table[tid] : 0.0f, sine = turns ? table[MLA_ROPE / 2 + tid] : 0.0f;
-  wait_for_producer();
-  let_next_start();
-  const float a = live ? to_float(latent[at]) : 0.0f, b = live ? to_float(latent[at + 1]) : 0.0f;
-  const float key = turns ? to_float(latent[MLA_LATENT + at]) : 0.0f;
-  const float next = turns ? to_float(latent[MLA_LATENT + at + 1]) : 0.0f;
-  const float part = warp_sum(fmaf(a, a, b * b));
-  if (tid % WARP == 0) sums[tid / WARP] = part;
-  __syncthreads();
-  float total = 0.0f;
-#pragma unroll
-  for (int w = 0; w < MLA_WARPS; w++) total += sums[w];
-  const float scale = rsqrtf(total / MLA_LATENT + eps);
-  if (live) *reinterpret_cast<u32*>(to + at) = pack_bf16(a * scale * low_float(scales), b * scale * high_float(scales));
-  if (turns) *reinterpret_cast<u32*>(to + MLA_LATENT + at) = rope_pair(key, next, cosine, sine);
+#pragma unroll 1
+  while (entry < rows) {
+    row.write(entries.latent + i64(entry) * source.stride, entries.cache + (position + entry) * MLA_ROW, source.eps);
+    entry += heads * SPARE_WARPS;
+    if (entry < rows) row.prepare(entries.norm, rope + (position + entry) * MLA_ROPE);
+  }
 }
 
 constexpr int MLA_OUT = 16;                              // values of a head for each block

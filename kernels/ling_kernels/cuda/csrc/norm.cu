@@ -2,19 +2,23 @@
 #include "norm.cuh"
 
 // One row: x_out = x + partial, h = RMSNorm(x_out) · weight. A thread has 8 values, so width <= 8192 and the shape of
-// the block depends on the width alone. partial null: only the norm, x_out is not written.
+// the block depends on the width alone. partial null: only the norm, x_out is not written. With a partial x is settled,
+// for the kernel that wrote the partial came after the one that wrote x, and has done its own waiting: x is read early.
 __device__ __forceinline__ void exchange_norm_row(
     int row, const bf16* partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps,
     bool early) {
   __shared__ float warps[WARP];
   const int at = threadIdx.x * 8;
   const bool inside = at < width;
+  const i64 base = i64(row) * width + at;
   const uint4 w = load_weights(weight + at, inside);
+  uint4 old = make_uint4(0, 0, 0, 0);
+  if (inside && partial != nullptr) old = load_settled16(x + base);
   if (early) let_next_start_early();
   wait_for_producer();
   if (!early) let_next_start();
-  const i64 base = i64(row) * width + at;
-  const uint4 old = load16(x + base, inside), more = load16(partial + base, inside && partial != nullptr);
+  const uint4 more = load16((partial != nullptr ? partial : x) + base, inside);
+  if (partial == nullptr) old = more;
   float value[8], scale[8];
   unpack(value, old);
   if (partial != nullptr) {

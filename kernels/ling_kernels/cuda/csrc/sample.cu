@@ -1,150 +1,297 @@
-// Sampling launches. Scratch for each row: best, drawn [SAMPLE_BLOCKS] candidates; bad, sums [SAMPLE_BLOCKS];
-// bins [2 phases][3 digits][BINS]; found [2 * 3 + 1].
-#include "sample.cuh"
+// Sampling launches. Scratch for each row: masses, counts [BINS] and listed, all zero between launches; list; cut.
+#include "choose.cuh"
+#include "verdict.cuh"
 
-// grid: (SAMPLE_BLOCKS, rows). sums may be null. bins, where given, are cleared for the passes that follow.
+// grid: (SAMPLE_BLOCKS, rows). A first look at a row: best candidates of spans [rows, OWN_SPANS] and of blocks [rows,
+// SAMPLE_BLOCKS], whether a part holds NaN or Inf, and on demand sums of exp(logit - the part's best).
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
-    sample_first(const float* logits, int stride, int vocab, u64* best, u32* bad, float* sums, u64* bins,
-                 Found* found, const i64* top_k) {
+    sample_first(const float* logits, int stride, int vocab, u64* spans, u64* best, u32* bad, float* sums) {
+  __shared__ u64 warps[SAMPLE_WARPS];
+  __shared__ float parts[SAMPLE_WARPS];
+  wait_for_producer();
+  let_next_start();
+  const int block = blockIdx.x, row = blockIdx.y, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  const int size = own_size(vocab), span = block * SAMPLE_WARPS + warp;
+  const int begin = min(span * size, vocab), end = min(begin + size, vocab);
+  logits += i64(row) * stride;
+  u64 top = 0;
+  bool wrong = false;
+  each_logit(logits, begin, end, lane, WARP, [&](float x, int id) {
+    const u64 c = candidate(x, id);
+    top = c > top ? c : top;
+    wrong |= !is_finite(x);
+  });
+  top = warp_best(top);
+  if (lane == 0 && spans != nullptr) spans[row * OWN_SPANS + span] = top;
+  top = block_best(top, warps);
+  const u64 any = block_best(wrong, warps);
+  if (threadIdx.x == 0) {
+    best[row * SAMPLE_BLOCKS + block] = top;
+    bad[row * SAMPLE_BLOCKS + block] = u32(any);
+  }
+  if (sums == nullptr) return;
+  const float max = candidate_value(top);
+  float part = 0.0f;
+  each_logit(logits, begin, end, lane, WARP, [&](float x, int) { part += expf(x - max); });
+  part = warp_sum(part);
+  if (lane == 0) parts[warp] = part;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  part = 0.0f;
+  for (int w = 0; w < SAMPLE_WARPS; w++) part += parts[w];
+  sums[row * SAMPLE_BLOCKS + block] = part;
+}
+
+// What a row's kernels share; size 0: the spans are sample_first's.
+#define ROW_ARGUMENTS                                                                                               \
+  const float *logits, int stride, int vocab, const float *values, const u64 *own, int size, const float *temperature, \
+      const i64 *top_k, const float *top_p, int most
+#define READ_ROW                                                     \
+  const int row = blockIdx.y;                                        \
+  const float heat = *temperature, share = *top_p;                   \
+  const i64 wanted = *top_k;                                         \
+  const Spans spans{values, own, size > 0 ? size : own_size(vocab)}; \
+  logits += i64(row) * stride
+#define READ_FILTER                                \
+  const Filter filter(heat, wanted, share, most);  \
+  const Way way = filter.way(vocab, spans.whole(vocab))
+
+// grid: (blocks of at most MAX_A_BLOCK values, rows). Mass and number of the values in each bin.
+constexpr int MAX_A_BLOCK = 4095;  // so many masses in two halves of 20 bits add up in 32
+extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
+    sample_bins(ROW_ARGUMENTS, u64* masses, u32* counts) {
+  __shared__ u32 number[BINS], low[BINS], high[BINS];
   __shared__ u64 warps[SAMPLE_WARPS];
   wait_for_producer();
   let_next_start();
-  const int block = blockIdx.x, row = blockIdx.y, place = row * SAMPLE_BLOCKS + block;
-  if (bins != nullptr) {
-    u64* own = bins + i64(row) * 2 * DIGITS * BINS;
-    for (int i = block * SAMPLE_THREADS + threadIdx.x; i < 2 * DIGITS * BINS; i += SAMPLE_BLOCKS * SAMPLE_THREADS) {
-      own[i] = 0;
-    }
-    if (block == 0 && threadIdx.x == 0) {
-      found[row * (2 * DIGITS + 1)] = Found{u64(*top_k > 0 ? *top_k : 0), 0, 0, 0, 0};
-    }
-  }
-  sample_scan(logits + i64(row) * stride, span_of(block, vocab), best + place, bad + place,
-              sums == nullptr ? nullptr : sums + place, warps);
-}
-
-// What is known at pass `number` (0..2: phase 0, 3..5: phase 1, 6: the end) from the pass before it.
-__device__ __forceinline__ Found sample_found(int number, const Found* found, const u64* bins, const Filter& filter,
-                                              int vocab, float max, SelectShared& s) {
-  if (number == 0) return found[0];
-  const int before = number - 1, phase = before / DIGITS, level = before % DIGITS;
-  Found now = found[before];
-  if (phase == 0 ? filter.cuts_count(vocab) : filter.cuts_mass()) {
-    now = after_pass(now, phase, level, bins + before * BINS, filter, max, s);
-  }
-  if (number == DIGITS) {  // phase 0 is over: its threshold bounds phase 1
-    const bool cut = filter.cuts_count(vocab);
-    now = Found{0, 0, cut ? now.prefix : 0, cut ? now.target : 0, !filter.cuts_mass()};
-  }
-  return now;
-}
-
-__device__ __forceinline__ u32 threshold_of(const Found& found) { return found.final ? found.last : found.prefix; }
-
-// grid: (SAMPLE_BLOCKS, rows). One digit of one phase: number = 3 * phase + digit.
-extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
-    sample_pass(const float* logits, int stride, int vocab, const u64* best, u64* bins, Found* found,
-                const float* temperature, const i64* top_k, const float* top_p, int number) {
-  __shared__ SelectShared s;
-  wait_for_producer();
-  let_next_start();
-  const int block = blockIdx.x, row = blockIdx.y, phase = number / DIGITS, level = number % DIGITS;
-  const Filter filter{temperature, top_k, top_p};
-  bins += i64(row) * 2 * DIGITS * BINS;
-  found += row * (2 * DIGITS + 1);
-  const u64 top = block_best(best_of(best + row * SAMPLE_BLOCKS, SAMPLE_BLOCKS), s.warps);
-  const float max = filter.scaled(candidate_value(top));
-  const Found now = sample_found(number, found, bins, filter, vocab, max, s);
-  if (block == 0 && threadIdx.x == 0) found[number] = now;
-  if (!(phase == 0 ? filter.cuts_count(vocab) : filter.cuts_mass()) || now.final) return;
-  for (int i = threadIdx.x; i < BINS; i += SAMPLE_THREADS) s.bins[i] = 0;
-  __syncthreads();
-  const Span span = span_of(block, vocab);
-  const u32 mask = level == 0 ? 0 : ~0u << digit_shift(level - 1);  // digits found so far
-  for (int i = span.begin + threadIdx.x; i < span.end; i += SAMPLE_THREADS) {
-    const float x = filter.scaled(logits[i64(row) * stride + i]);
-    const u32 key = ordered(x);
-    if ((key & mask) != now.prefix || (phase == 1 && key <= now.last)) continue;
-    const u64 amount = phase == 0 ? 1 : u64(expf(x - max) * MASS_UNIT);
-    if (amount > 0) atomicAdd(&s.bins[digit_of(key, level)], amount);
-  }
+  READ_ROW;
+  READ_FILTER;
+  if (way != BINNED) return;
+  const bool by_count = filter.cuts_count(vocab);
+  for (int i = threadIdx.x; i < BINS; i += SAMPLE_THREADS) number[i] = low[i] = high[i] = 0;
+  const float max = filter.scaled(row_top(logits, spans, row, vocab, warps));
+  const int part = (vocab + gridDim.x - 1) / gridDim.x, begin = min(int(blockIdx.x) * part, vocab);
+  each_logit(logits, begin, min(begin + part, vocab), threadIdx.x, SAMPLE_THREADS, [&](float logit, int) {
+    const float x = filter.scaled(logit);
+    const int bin = bin_of(x, max);
+    const u64 mass = mass_of(x, max);
+    if (by_count) atomicAdd(&number[bin], 1u);
+    if (mass == 0) return;
+    atomicAdd(&low[bin], u32(mass) & 0xfffffu);
+    atomicAdd(&high[bin], u32(mass >> 20));
+  });
   __syncthreads();
   for (int i = threadIdx.x; i < BINS; i += SAMPLE_THREADS) {
-    if (s.bins[i] > 0) atomicAdd(bins + number * BINS + i, s.bins[i]);
+    const u64 mass = low[i] + (u64(high[i]) << 20);
+    if (mass > 0) atomicAdd(masses + i64(row) * BINS + i, mass);
+    if (number[i] > 0) atomicAdd(counts + i64(row) * BINS + i, number[i]);
   }
 }
 
-// grid: (SAMPLE_BLOCKS, rows). The draw: best of what is kept, with noise.
+// grid: (SAMPLE_BLOCKS, rows). The best of what is certainly kept, with noise, and a list of what is unsure.
 extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
-    sample_draw(const float* logits, int stride, int vocab, const u64* best, const u64* bins, const Found* found,
-                const float* temperature, const i64* top_k, const float* top_p, const i64* seed, const i64* positions,
-                u64* drawn) {
-  __shared__ SelectShared s;
+    sample_draw(ROW_ARGUMENTS, const u64* masses, const u32* counts, const i64* seed, const i64* positions, Cut* cuts,
+                u64* list, u32* listed, int capacity, u64* drawn) {
+  __shared__ CutShared s;
+  __shared__ u64 warps[SAMPLE_WARPS];
   wait_for_producer();
   let_next_start();
-  const int block = blockIdx.x, row = blockIdx.y;
-  const Filter filter{temperature, top_k, top_p};
-  const u64 top = block_best(best_of(best + row * SAMPLE_BLOCKS, SAMPLE_BLOCKS), s.warps);
-  const float max = filter.scaled(candidate_value(top));
-  const Found last = sample_found(2 * DIGITS, found + row * (2 * DIGITS + 1), bins + i64(row) * 2 * DIGITS * BINS,
-                                  filter, vocab, max, s);
-  const u32 lowest = threshold_of(last);
+  READ_ROW;
+  READ_FILTER;
+  if (way == FEW) return;
   const u64 noise = noise_row(*seed, positions[row]);
-  const Span span = span_of(block, vocab);
+  const int part = (vocab + SAMPLE_BLOCKS - 1) / SAMPLE_BLOCKS, begin = min(int(blockIdx.x) * part, vocab);
   u64 chosen = 0;
-  for (int i = span.begin + threadIdx.x; i < span.end; i += SAMPLE_THREADS) {
-    const float x = filter.scaled(logits[i64(row) * stride + i]);
-    const float score = ordered(x) >= lowest ? x + gumbel(noise, i) : -infinity();
-    const u64 c = candidate(score, i);
+  int low = 1, high = 0, kth = BINS;  // in EVERYTHING all have bin 0
+  float max = 0.0f;
+  if (way == BINNED) {
+    max = filter.scaled(row_top(logits, spans, row, vocab, warps));
+    find_cut(masses + i64(row) * BINS, counts + i64(row) * BINS, filter, vocab, s);
+    low = s.cut.low, high = s.cut.high, kth = s.cut.kth;
+    if (blockIdx.x == 0 && threadIdx.x == 0) cuts[row] = s.cut;
+  }
+  each_logit(logits, begin, min(begin + part, vocab), threadIdx.x, SAMPLE_THREADS, [&](float logit, int id) {
+    const float x = filter.scaled(logit);
+    const int bin = way == BINNED ? bin_of(x, max) : 0;
+    if (bin < low) {
+      const u64 c = candidate(x + gumbel(noise, id), id);
+      chosen = c > chosen ? c : chosen;
+    } else if (bin <= high || bin == kth) {
+      const u32 place = atomicAdd(listed + row, 1u);
+      if (place < u32(capacity)) list[i64(row) * MAX_LISTED + place] = candidate(x, id);
+    }
+  });
+  chosen = block_best(chosen, warps);
+  if (threadIdx.x == 0) drawn[row * SAMPLE_BLOCKS + blockIdx.x] = chosen;
+}
+
+// grid: (1, rows). Looks into what is unsure and draws: drawn becomes one candidate a row. bad, where given: whether
+// the row holds NaN or Inf. Leaves the scratch zero.
+extern "C" __global__ void __launch_bounds__(CHOOSERS)
+    sample_choose(ROW_ARGUMENTS, u64* masses, u32* counts, const i64* seed, const i64* positions, const Cut* cuts,
+                  const u64* list, u32* listed, int capacity, u64* drawn, u32* bad) {
+  __shared__ ChooseShared s;
+  wait_for_producer();
+  let_next_start();
+  READ_ROW;
+  const i64 key = *seed, position = positions[row];
+  if (threadIdx.x == 0) s.listed = s.num_wanted = 0;
+  const float top = row_top(logits, spans, row, vocab, s.warps);  // asked for before any of the words is needed
+  READ_FILTER;
+  const u64 noise = noise_row(key, position);
+  const float max = filter.scaled(top);
+  if (bad != nullptr) {
+    const int whole = spans.whole(vocab);
+    bool wrong = false;
+    for (int i = threadIdx.x; i < whole; i += CHOOSERS) wrong |= !is_finite(spans.best(row, i));
+    for (int i = whole * spans.size + threadIdx.x; i < vocab; i += CHOOSERS) wrong |= !is_finite(logits[i]);
+    const u32 any = __syncthreads_count(wrong) > 0;
+    if (threadIdx.x < SAMPLE_BLOCKS) bad[row * SAMPLE_BLOCKS + threadIdx.x] = any;
+  }
+  Cut cut = {0, 0, 0, 0, 0, 0, 0};
+  if (way == FEW) {
+    list_few(logits, spans, row, vocab, filter, capacity, s);
+  } else if (way == BINNED) {
+    cut = cuts[row];
+    if (threadIdx.x == 0) s.listed = listed[row];
+    for (int i = threadIdx.x; i < capacity; i += CHOOSERS) s.list[i] = list[i64(row) * MAX_LISTED + i];
+    for (int i = threadIdx.x; i < BINS; i += CHOOSERS) masses[i64(row) * BINS + i] = 0, counts[i64(row) * BINS + i] = 0;
+    __syncthreads();
+    if (threadIdx.x == 0) listed[row] = 0;
+  }
+  const bool all = s.listed > u32(capacity) || s.num_wanted > MAX_WANTED;
+  const int many = all ? 0 : int(s.listed);
+  u64 chosen = way != FEW && !all && threadIdx.x < SAMPLE_BLOCKS ? drawn[row * SAMPLE_BLOCKS + threadIdx.x] : 0;
+  auto draw = [&](float x, int id) {
+    const u64 c = candidate(x + gumbel(noise, id), id);
     chosen = c > chosen ? c : chosen;
+  };
+  if (all) {
+    const u32 lowest = lowest_kept_slowly(logits, vocab, filter, max, s.warps);
+    each_logit(logits, 0, vocab, threadIdx.x, CHOOSERS, [&](float logit, int id) {
+      const float x = filter.scaled(logit);
+      if (key_of(x) >= lowest) draw(x, id);
+    });
+  } else if (many > 0) {
+    sort_list(many, s);
+    if (threadIdx.x < WARP) {
+      const u32 lowest = lowest_kept(cut, way == FEW, many, filter, vocab, max, s.sorted);
+      if (threadIdx.x == 0) s.lowest = lowest;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < many; i += CHOOSERS) {
+      const u64 c = s.sorted[i];
+      if (candidate_key(c) >= s.lowest) draw(candidate_value(c), candidate_id(c));
+    }
   }
   chosen = block_best(chosen, s.warps);
-  if (threadIdx.x == 0) drawn[row * SAMPLE_BLOCKS + block] = chosen;
+  if (chosen == 0) chosen = candidate(0.0f, 0);  // a row of nothing but NaN
+  if (threadIdx.x < SAMPLE_BLOCKS) drawn[row * SAMPLE_BLOCKS + threadIdx.x] = threadIdx.x == 0 ? chosen : 0;
 }
+
+#define VERDICT_ARGUMENTS                                                                                    \
+  const i64 *drafts, const i64 *remaining, const i64 *stop_ids, const u8 *done, const i64 *step, i64 *tokens, \
+      i64 *count, i64 *anchor, u8 *done_out, i64 *entry, int rows
 
 // One block of ROW_TILE warps. drawn: each row's candidates.
 extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP)
-    sample_verdict(const u64* drawn, const u32* bad, const i64* drafts, const i64* remaining, const i64* stop_ids,
-                   const u8* done, const i64* step, i64* tokens, i64* count, i64* anchor, u8* done_out, i64* entry,
-                   int rows) {
-  __shared__ int chosen[ROW_TILE];
-  __shared__ u32 wrong[ROW_TILE];
+    sample_verdict(const u64* drawn, const u32* bad, VERDICT_ARGUMENTS) {
+  __shared__ VerdictShared s;
   wait_for_producer();
   let_next_start();
   const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  const VerdictJob job{drafts, remaining, stop_ids, done, step, rows};
+  const Words words = job.read();
+  u64 best = 0;
+  u32 any = 0;
   if (row < rows) {
-    const u64 best = best_of(drawn + row * SAMPLE_BLOCKS, SAMPLE_BLOCKS);
-    u32 any = 0;
     for (int b = lane; b < SAMPLE_BLOCKS; b += WARP) any |= bad[row * SAMPLE_BLOCKS + b];
+    best = best_of(drawn + row * SAMPLE_BLOCKS, SAMPLE_BLOCKS);
     any = warp_max(any);
-    if (lane == 0) {
-      chosen[row] = candidate_id(best);
-      wrong[row] = any;
-      tokens[row] = candidate_id(best);
-    }
   }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    decide({drafts, remaining, stop_ids, done, step, rows}, chosen, wrong, count, anchor, done_out, entry);
-  }
+  decide(job, words, candidate_id(best), any != 0, {tokens, count, anchor, done_out, entry}, s);
 }
 
-// One block. Moves a sequence's words past what was committed; ring [slots, width].
-extern "C" __global__ void __launch_bounds__(64)
-    sample_advance(const i64* count, const i64* last, const u8* ended, const i64* entry, i64* ring, int slots,
-                   int width, i64* length, i64* anchor, i64* remaining, u8* done, i64* step) {
+// The same, greedy, from the best logits of the head's spans: values, ids [spans, ROW_TILE] of `size` rows each.
+extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP)
+    sample_verdict_best(const float* logits, int stride, int vocab, const float* values, const int* ids, int size,
+                        VERDICT_ARGUMENTS) {
+  __shared__ VerdictShared s;
+  __shared__ u64 parts[WARP][ROW_TILE];
+  __shared__ u32 wrong[ROW_TILE];
+  constexpr int TOGETHER = 9;
   wait_for_producer();
   let_next_start();
-  const i64 number = *step;
+  const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP, whole = vocab / size;
+  const VerdictJob job{drafts, remaining, stop_ids, done, step, rows};
+  const Words words = job.read();
+  if (threadIdx.x < ROW_TILE) wrong[threadIdx.x] = 0;
+  // a thread looks at every 32nd span of one row, so that neighbours read neighbours
+  const int column = threadIdx.x % ROW_TILE, part = threadIdx.x / ROW_TILE;
+  u64 best = 0;
+  bool bad = false;
+  for (int first = part; first < whole && column < rows; first += TOGETHER * WARP) {
+    float value[TOGETHER];
+    int id[TOGETHER];
+#pragma unroll
+    for (int j = 0; j < TOGETHER; j++) {
+      const int at = min(first + j * WARP, whole - 1) * ROW_TILE + column;
+      value[j] = values[at];
+      id[j] = ids[at];
+    }
+#pragma unroll
+    for (int j = 0; j < TOGETHER; j++) {
+      bad |= !is_finite(value[j]);
+      const u64 c = candidate(value[j], min(id[j], vocab - 1));
+      best = c > best ? c : best;
+    }
+  }
+  parts[part][column] = best;
+  __syncthreads();
+  if (bad) wrong[column] = 1;
+  best = parts[lane][row], bad = false;
+  if (row < rows) {
+    const float* tail = logits + i64(row) * stride;
+    each_logit(tail, whole * size, vocab, lane, WARP, [&](float x, int id) {
+      const u64 c = candidate(x, id);
+      best = c > best ? c : best;
+      bad |= !is_finite(x);
+    });
+  }
+  best = warp_best(best);
+  __syncthreads();
+  bad = __any_sync(ALL, bad) || wrong[row] != 0;
+  decide(job, words, candidate_id(best), bad, {tokens, count, anchor, done_out, entry}, s);
+}
+
+// One block. Moves a sequence's words past what was committed; ring [slots, width], positions [ROW_TILE].
+extern "C" __global__ void __launch_bounds__(64)
+    sample_advance(const i64* count, const i64* last, const u8* ended, const i64* entry, i64* ring, int slots,
+                   int width, i64* positions, i64* anchor, i64* remaining, u8* done, i64* step) {
+  wait_for_producer();
+  let_next_start();
+  const i64 number = *step, kept = *count;
   __syncthreads();  // all have read the step before it moves on
   i64* line = ring + number % slots * width;
   for (int i = threadIdx.x; i < width; i += 64) line[i] = i < RING_HEADER + ROW_TILE ? entry[i] : 0;
+  if (threadIdx.x < ROW_TILE) positions[threadIdx.x] += kept;
   if (threadIdx.x > 0) return;
-  *length += *count;
-  *remaining -= *count;
-  if (*count > 0) *anchor = *last;
+  *remaining -= kept;
+  if (kept > 0) *anchor = *last;
   *done = *ended;
   *step = number + 1;
+}
+
+// One warp. Drafts to where the next window has them, and their confidences in millionths into the last step's line.
+extern "C" __global__ void __launch_bounds__(WARP)
+    sample_expect(const i64* drafts, const float* confidence, int count, i64* next, i64* ring, int slots, int width,
+                  const i64* step) {
+  wait_for_producer();
+  let_next_start();
+  const int i = threadIdx.x;
+  if (i >= count) return;
+  next[i] = drafts[i];
+  ring[(*step - 1 + slots) % slots * width + RING_HEADER + ROW_TILE + i] = i64(confidence[i] * 1e6f);
 }
 
 // grid: rows; one warp each. The token, and its probability in the softmax of the row. logits null: it is the best one.

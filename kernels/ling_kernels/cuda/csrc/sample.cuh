@@ -1,25 +1,24 @@
-// Choosing tokens from logits: argmax, top-k and top-p by radix selection, Gumbel noise keyed by (seed, position,
-// token), all without a sort, a float atomic or a host read, so that equal logits always give the same token.
+// Choosing tokens from logits: argmax, top-k and top-p, Gumbel noise keyed by (seed, position, token), all without a
+// sort of the vocabulary, a float atomic or a host read, so that equal logits always give the same token.
 //
-// A row of logits is shared out to SAMPLE_BLOCKS blocks. A candidate is 64 bits, the float in unsigned order above the
-// complement of the id: the largest candidate is the largest value, and of equal ones the lowest id.
+// A candidate is 64 bits, the float in unsigned order above the complement of the id: the largest candidate is the
+// largest value, and of equal ones the lowest id.
 #pragma once
 #include "arch.cuh"
 
 constexpr int SAMPLE_BLOCKS = 64, SAMPLE_THREADS = 256, SAMPLE_WARPS = SAMPLE_THREADS / WARP;
-// A threshold is found in three digits of its 32 bits, high to low.
-constexpr int DIGITS = 3, BINS = 2048;
-constexpr float MASS_UNIT = 1099511627776.0f;  // 2^40: probabilities are summed as integers, in any order
+constexpr int OWN_SPANS = SAMPLE_BLOCKS * SAMPLE_WARPS;  // of a row, whose best values sample_first finds
+constexpr float MASS_UNIT = 1099511627776.0f;            // 2^40: probabilities are summed as integers, in any order
 
-__device__ __forceinline__ int digit_shift(int level) { return level == 0 ? 21 : level == 1 ? 10 : 0; }
-__device__ __forceinline__ int digit_of(u32 key, int level) { return key >> digit_shift(level) & (level == 2 ? 1023 : 2047); }
-
-__device__ __forceinline__ u64 candidate(float value, int id) { return u64(ordered(value)) << 32 | u32(~id); }
+__device__ __forceinline__ u32 key_of(float value) { return ordered(value + 0.0f); }  // -0 is 0
+__device__ __forceinline__ u64 candidate(float value, int id) { return u64(key_of(value)) << 32 | u32(~id); }
 __device__ __forceinline__ int candidate_id(u64 c) { return int(~u32(c)); }
+__device__ __forceinline__ u32 candidate_key(u64 c) { return u32(c >> 32); }
 __device__ __forceinline__ float from_ordered(u32 key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
-__device__ __forceinline__ float candidate_value(u64 c) { return from_ordered(u32(c >> 32)); }
+__device__ __forceinline__ float candidate_value(u64 c) { return from_ordered(candidate_key(c)); }
+__device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
 __device__ __forceinline__ u64 warp_best(u64 x) {
 #pragma unroll
@@ -47,6 +46,22 @@ __device__ __forceinline__ u64 best_of(const u64* candidates, int blocks) {
   return warp_best(best);
 }
 
+// use(value, id) of logits[begin .. end), shared out to `threads`; many loads are under way at once.
+constexpr int AT_ONCE = 10;
+template <class Use>
+__device__ __forceinline__ void each_logit(const float* logits, int begin, int end, int thread, int threads, Use use) {
+  for (int first = begin + thread; first < end; first += AT_ONCE * threads) {
+    float x[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) x[j] = load_activation(logits + min(first + j * threads, end - 1));
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      const int i = first + j * threads;
+      if (i < end) use(x[j], i);
+    }
+  }
+}
+
 // ---- noise ------------------------------------------------------------------------------------------------------
 
 constexpr u64 POSITION_KEY = 0x9e3779b97f4a7c15ull, TOKEN_KEY = 0xc2b2ae3d27d4eb4full;
@@ -66,175 +81,73 @@ __device__ __forceinline__ float gumbel(u64 row, int token) {
   return -logf(-logf((float(bits) + 0.5f) * 1.1920928955078125e-07f));
 }
 
-// ---- passes over a row ------------------------------------------------------------------------------------------
+// ---- what is known of a row, and how its token is chosen ----------------------------------------------------------
 
-struct Filter {  // device words of a request
-  const float* temperature;
-  const i64* top_k;
-  const float* top_p;
+// Best logits of spans of `size` ids: the head's, or those of sample_first. A span that is not whole below the
+// vocabulary's end is not used; what is left of the row past the whole ones is its tail.
+struct Spans {
+  const float* values;  // [spans, ROW_TILE], NaN where one is not finite; or null
+  const u64* own;       // [rows, OWN_SPANS] candidates
+  int size;
 
-  __device__ float scaled(float logit) const { return logit / fmaxf(*temperature, 1e-5f); }
-  __device__ bool cuts_count(int vocab) const { return *top_k > 0 && *top_k < vocab; }
-  __device__ bool cuts_mass() const { return *top_p < 1.0f; }
-};
-
-struct Span {
-  int begin, end;
-};
-__device__ __forceinline__ Span span_of(int block, int vocab) {
-  const int size = (vocab + SAMPLE_BLOCKS - 1) / SAMPLE_BLOCKS;
-  return {min(block * size, vocab), min((block + 1) * size, vocab)};
-}
-
-// First look at a part of a row: its best candidate, whether it holds NaN or Inf, and on demand the sum of
-// exp(logit - this part's maximum).
-__device__ __forceinline__ void sample_scan(const float* logits, Span span, u64* best, u32* bad, float* sum, u64* warps) {
-  u64 top = 0;
-  bool wrong = false;
-  for (int i = span.begin + threadIdx.x; i < span.end; i += SAMPLE_THREADS) {
-    const float x = logits[i];
-    const u64 c = candidate(x, i);
-    top = c > top ? c : top;
-    wrong |= (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u;
+  __device__ int whole(int vocab) const { return vocab / size; }
+  __device__ float best(int row, int span) const {
+    return values != nullptr ? values[span * ROW_TILE + row] : candidate_value(own[row * OWN_SPANS + span]);
   }
-  top = block_best(top, warps);
-  const u64 any = block_best(wrong, warps);
-  if (threadIdx.x == 0) {
-    *best = top;
-    *bad = u32(any);
-  }
-  if (sum == nullptr) return;
-  const float max = candidate_value(top);
-  float part = 0.0f;
-  for (int i = span.begin + threadIdx.x; i < span.end; i += SAMPLE_THREADS) part += expf(logits[i] - max);
-  part = warp_sum(part);
-  float* parts = reinterpret_cast<float*>(warps);
-  if (threadIdx.x % WARP == 0) parts[threadIdx.x / WARP] = part;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    float total = 0.0f;
-    for (int w = 0; w < SAMPLE_WARPS; w++) total += parts[w];
-    *sum = total;
-  }
-}
-
-// ---- selection of the lowest value that is kept -----------------------------------------------------------------
-// Phase 0 finds the k-th largest value, phase 1 the lowest whose strictly larger ones have less than top_p of the mass
-// of the first k. Each digit takes one pass, which adds up bins of what matches the digits found before.
-
-struct Found {  // what is known before a pass. target: count or mass still to be reached inside `prefix`
-  u64 target;
-  u32 prefix;
-  u32 last;    // phase 1: no element at or below it can be a threshold but itself (the k-th largest value)
-  u64 copies;  // phase 1: how many elements equal to `last` are among the first k
-  u32 final;   // phase 1: the threshold is `last`
 };
 
-struct SelectShared {
-  u64 bins[BINS];
-  u64 sums[SAMPLE_THREADS];
-  u64 warps[SAMPLE_WARPS];
-  u64 above, total;
-  int bin;
-};
+__device__ __forceinline__ int own_size(int vocab) { return (vocab + OWN_SPANS - 1) / OWN_SPANS; }
 
-// The bin, counted from the highest, in which the sum reaches target; s.above: the sum of those above it. target >= 1;
-// where the whole does not reach it the lowest bin that holds something.
-__device__ __forceinline__ void find_bin(const u64* histogram, u64 target, SelectShared& s) {
-  constexpr int EACH = BINS / SAMPLE_THREADS;
-  const int tid = threadIdx.x, high = BINS - 1 - tid * EACH;  // thread 0 has the highest bins
-  u64 own[EACH], sum = 0;
+// Largest logit of a row, by a whole block.
+__device__ __forceinline__ float row_top(const float* logits, const Spans& spans, int row, int vocab, u64* warps) {
+  constexpr int TOGETHER = 4;
+  float top = -infinity();
+  const int whole = spans.whole(vocab), threads = blockDim.x;
+  for (int s = threadIdx.x; s < whole; s += TOGETHER * threads) {
+    float x[TOGETHER];
 #pragma unroll
-  for (int i = 0; i < EACH; i++) sum += own[i] = histogram[high - i];
-  s.sums[tid] = sum;
-  if (tid == 0) s.bin = -1;
-  __syncthreads();
-  for (int step = 1; step < SAMPLE_THREADS; step *= 2) {  // inclusive prefix sums
-    const u64 more = tid >= step ? s.sums[tid - step] : 0;
-    __syncthreads();
-    s.sums[tid] += more;
-    __syncthreads();
+    for (int j = 0; j < TOGETHER; j++) x[j] = spans.best(row, min(s + j * threads, whole - 1));
+#pragma unroll
+    for (int j = 0; j < TOGETHER; j++) top = x[j] > top ? x[j] : top;
   }
-  const u64 total = s.sums[SAMPLE_THREADS - 1];
-  if (tid == 0) s.total = total;
-  if (target > total) target = total;
-  u64 above = s.sums[tid] - sum;
-  if (above < target && target <= s.sums[tid]) {  // true for one thread, if anything is there at all
-    for (int i = 0; i < EACH; i++) {
-      if (target <= above + own[i]) {
-        s.bin = high - i;
-        s.above = above;
-        break;
-      }
-      above += own[i];
-    }
-  }
-  __syncthreads();
+  for (int i = whole * spans.size + threadIdx.x; i < vocab; i += blockDim.x) top = logits[i] > top ? logits[i] : top;
+  return from_ordered(u32(block_best(key_of(top), warps)));
 }
 
-// What the pass before has found; every block of a row does this again from the same numbers.
-__device__ __forceinline__ Found after_pass(const Found& before, int phase, int level, const u64* histogram,
-                                            const Filter& filter, float max, SelectShared& s) {
-  Found found = before;
-  if (phase == 1 && level == 0) {
-    find_bin(histogram, ~0ull, s);  // only the total
-    const float weight = expf(from_ordered(before.last) - max);
-    const u64 last = before.copies > 0 ? u64(weight * MASS_UNIT) : 0;
-    const double all = double(s.total) + double(last) * double(before.copies);
-    const double wanted = ceil(double(*filter.top_p) * all);
-    found.target = wanted < 1.0 ? 1 : u64(wanted);
-    found.final = s.total < found.target;
-    __syncthreads();
+// How the lowest value that is kept is found. FEW: a small count keeps nothing but what at least as large as the
+// count-th best of the spans' best, so a few spans hold it all. BINNED: a histogram by distance from the largest
+// value says what is certainly kept, and which bins need a closer look. EVERYTHING: nothing is cut.
+enum Way { EVERYTHING, BINNED, FEW };
+constexpr int MAX_SPANS = 2048;
+
+struct Filter {  // most: keep so many best ones at most, 0 for no such bound
+  float heat, inverse, top_p;
+  i64 top_k;
+  int most;
+
+  __device__ Filter(float temperature, i64 top_k, float top_p, int most)
+      : heat(fmaxf(temperature, 1e-5f)), inverse(__fdividef(1.0f, heat)), top_p(top_p), top_k(top_k), most(most) {
+    inverse = __fmaf_rn(__fmaf_rn(-inverse, heat, 1.0f), inverse, inverse);
   }
-  if (found.final) return found;
-  find_bin(histogram, found.target, s);
-  found.prefix |= u32(s.bin) << digit_shift(level);
-  found.target -= s.above;
-  __syncthreads();
-  return found;
-}
 
-// ---- verdict ----------------------------------------------------------------------------------------------------
-
-constexpr int RING_HEADER = 6, MAX_STOP_IDS = 16, STOPPED_EOS = 1, STOPPED_LENGTH = 2, ERROR_NON_FINITE = 1;
-
-struct VerdictJob {
-  const i64* drafts;  // [rows - 1] or null
-  const i64* remaining;
-  const i64* stop_ids;  // [MAX_STOP_IDS]
-  const u8* done;
-  const i64* step;
-  int rows;
+  // logit / heat, rounded as a division is; the division itself has a branch and a call for numbers that no logit is
+  __device__ float scaled(float logit) const {
+    float x = logit * inverse;
+    x = __fmaf_rn(__fmaf_rn(-x, heat, logit), inverse, x);
+    return __fmaf_rn(__fmaf_rn(-x, heat, logit), inverse, x);
+  }
+  __device__ int count(int vocab) const {
+    const int kept = top_k > 0 && top_k < vocab ? int(top_k) : vocab;
+    return most > 0 ? min(kept, most) : kept;
+  }
+  __device__ bool cuts_count(int vocab) const { return count(vocab) < vocab; }
+  __device__ bool cuts_mass() const { return top_p < 1.0f; }
+  __device__ u64 needed(u64 mass) const {  // of the mass, at least one unit
+    const double wanted = ceil(double(top_p) * double(mass));
+    return wanted < 1.0 ? 1 : u64(wanted);
+  }
+  __device__ Way way(int vocab, int whole) const {
+    if (cuts_count(vocab) && whole <= MAX_SPANS && count(vocab) <= whole / 2) return FEW;
+    return cuts_count(vocab) || cuts_mass() ? BINNED : EVERYTHING;
+  }
 };
-
-// One thread. tokens [rows], bad [rows] in; words out: count, anchor; entry [RING_HEADER + ROW_TILE].
-__device__ __forceinline__ void decide(const VerdictJob& job, const int* tokens, const u32* bad, i64* count_out,
-                                       i64* anchor_out, u8* done_out, i64* entry) {
-  i64 count = 1;
-  if (job.drafts != nullptr) {
-    while (count < job.rows && job.drafts[count - 1] == tokens[count - 1]) count++;
-  }
-  int first_end = job.rows;
-  for (int r = job.rows - 1; r >= 0; r--) {
-    for (int i = 0; i < MAX_STOP_IDS; i++) {
-      if (job.stop_ids[i] == tokens[r]) first_end = r;
-    }
-  }
-  count = min(min(count, i64(first_end) + 1), *job.remaining);
-  bool wrong = false;
-  for (int r = 0; r < count; r++) wrong |= bad[r] != 0;
-  const bool was_done = *job.done != 0;
-  if (was_done || wrong) count = 0;
-  const bool eos = count > 0 && first_end + 1 == count;
-  const bool length = count > 0 && !eos && count == *job.remaining;
-  *count_out = count;
-  *anchor_out = tokens[count > 0 ? count - 1 : 0];
-  *done_out = was_done || wrong || eos || length;
-  entry[0] = *job.step;
-  entry[1] = count;
-  entry[2] = job.rows - 1;
-  entry[3] = count > 0 ? count - 1 : 0;
-  entry[4] = eos ? STOPPED_EOS : length ? STOPPED_LENGTH : 0;
-  entry[5] = wrong && !was_done ? ERROR_NON_FINITE : 0;
-  for (int r = 0; r < ROW_TILE; r++) entry[RING_HEADER + r] = r < job.rows ? tokens[r] : 0;
-}
