@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ling_local import paths
 from ling_local.errors import ModelError
+from ling_local.paths import DEMO
 from ling_local.published import PUBLISHED, Published, find_published, size_text, spellings
 
-DEMO = "ling-demo"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _CACHE = "Hugging Face cache"

@@ -11,6 +11,7 @@ from pathlib import Path
 import platformdirs
 
 APP = "ling"
+DEMO = "ling-demo"  # the model in the package
 PRIVATE_DIR_MODE = 0o700
 PRIVATE_FILE_MODE = 0o600
 

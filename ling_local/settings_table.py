@@ -1,10 +1,11 @@
-"""The one table of settings: name, type, default, flag, LING_ variable, help. Values are settled in settings.py."""
+"""The one table of settings. Values are settled in settings.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from ling_local.setting import PREFIX, Setting, show
+from ling_local.settings_bench import BENCH_ROWS
 
 __all__ = ["KEPT", "PREFIX", "ROWS", "TABLE", "Setting", "show"]
 
@@ -181,16 +182,6 @@ ROWS = (
     ),
     Setting("explain", "bool", False, ("--explain",), "Show what --engine sglang would start, and end.", kept=False),
     Setting(
-        "engines",
-        "str",
-        None,
-        ("--engine",),
-        "Engine to measure, or several with commas: native, sglang, scripted.",
-        "LIST",
-        shown="native",
-        kept=False,
-    ),
-    Setting(
         "color",
         "choice",
         "auto",
@@ -245,114 +236,6 @@ ROWS = (
     ),
     Setting("all", "bool", False, ("--all", "-a"), "List what can be fetched, too.", kept=False),
     Setting(
-        "format",
-        "choice",
-        "table",
-        ("--format",),
-        "What stdout gets.",
-        choices=("table", "json", "csv", "md"),
-        kept=False,
-    ),
-    Setting(
-        "prompt_tokens",
-        "int",
-        0,
-        ("--prompt-tokens",),
-        "Tokens of prompt, about.",
-        "N",
-        low=0,
-        shown="0, the task's own prompt",
-        kept=False,
-    ),
-    Setting("tokens", "int", 128, ("--tokens",), "Tokens per repetition.", "N", low=1, kept=False),
-    Setting("repetitions", "int", 5, ("--repetitions", "-r"), "Timed runs.", "N", low=1, kept=False),
-    Setting("warmup", "int", 1, ("--warmup",), "Runs before the timed ones.", "N", low=0, kept=False),
-    Setting(
-        "task",
-        "choice",
-        "code",
-        ("--task",),
-        "What is generated.",
-        choices=("code", "prose", "chat"),
-        kept=False,
-    ),
-    Setting(
-        "modes",
-        "str",
-        None,
-        ("--modes",),
-        "Drafters to measure side by side, with commas: off, auto, mtp, dspark.",
-        "LIST",
-        shown="off and the model's drafter",
-        kept=False,
-    ),
-    Setting(
-        "full_width",
-        "bool",
-        False,
-        ("--full-width",),
-        "Verify every draft of every step, also where plain steps would be faster.",
-        kept=False,
-    ),
-    Setting(
-        "dummy",
-        "choice",
-        None,
-        ("--dummy",),
-        "Random weights in a published shape in place of a model: times are real, the text is not.",
-        choices=("tiny", "flash"),
-        shown="none",
-        kept=False,
-    ),
-    Setting(
-        "layers", "int", 0, ("--layers",), "With --dummy: only so many layers.", "N", low=0, shown="all", kept=False
-    ),
-    Setting(
-        "shard",
-        "int",
-        1,
-        ("--shard",),
-        "With --dummy: one rank's part of so many, without the exchange between them.",
-        "N",
-        low=1,
-        kept=False,
-    ),
-    Setting(
-        "accept_pattern",
-        "str",
-        None,
-        ("--accept-pattern",),
-        "Force how many drafts each step accepts, with commas, and from the beginning again.",
-        "LIST",
-        shown="none",
-        kept=False,
-    ),
-    Setting(
-        "breakdown",
-        "bool",
-        False,
-        ("--breakdown",),
-        "With --dummy: time each op of a step instead, cold, beside its floor.",
-        kept=False,
-    ),
-    Setting(
-        "check",
-        "bool",
-        False,
-        ("--check",),
-        "Compare the ids with and without drafts on every bundled prompt; exit code 1 if one differs.",
-        kept=False,
-    ),
-    Setting(
-        "check_blocks",
-        "choice",
-        "own",
-        ("--check-blocks",),
-        "Block sizes that --check tries: the one in force, or all from 1 up.",
-        choices=("own", "all"),
-        kept=False,
-    ),
-    Setting(
         "host",
         "str",
         "127.0.0.1",
@@ -390,6 +273,7 @@ ROWS = (
         "URL",
         shown="none",
     ),
+    *BENCH_ROWS,
 )
 
 TABLE: Mapping[str, Setting] = {row.name: row for row in ROWS}

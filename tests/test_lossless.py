@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from checkpoints import write_checkpoint, write_draft
 from ling_local import paths
-from ling_local.bench import TASKS, CheckPlan, CheckProgress, Difference, bundled, check_to_json, run_check
+from ling_local.bench import TEXTS, CheckPlan, CheckProgress, Difference, bundled, check_to_json, run_check
 from ling_local.bench.lossless import first_difference
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.protocol import Engine, EngineSpec
@@ -29,7 +29,7 @@ from lying import LyingEngine
 
 Write = Callable[..., Path]
 TURN = {"steps": [["a", "b", "c"], ["d", "e"]], "loop": True}
-NUM_PROMPTS = sum(len(bundled(task)) for task in TASKS)
+NUM_PROMPTS = sum(len(bundled(task)) for task in TEXTS)
 
 
 class Opener:
@@ -68,10 +68,10 @@ class Sized:
 
 
 def test_there_are_prompts_of_every_kind() -> None:
-    prompts = [prompt for task in TASKS for prompt in bundled(task)]
+    prompts = [prompt for task in TEXTS for prompt in bundled(task)]
     assert len(prompts) >= 8
-    assert all(len(bundled(task)) >= 2 for task in TASKS)
-    assert [bundled(task)[0].name for task in TASKS] == list(TASKS)
+    assert all(len(bundled(task)) >= 2 for task in TEXTS)
+    assert [bundled(task)[0].name for task in TEXTS] == list(TEXTS)
     assert len({prompt.text for prompt in prompts}) == len({prompt.name for prompt in prompts}) == len(prompts)
     assert all(len(prompt.text) > 80 for prompt in prompts)
 

@@ -18,10 +18,11 @@ from ling_local.errors import EngineError, OutOfMemory, UsageError
 _KINDS = {kind.__name__: kind for kind in (UsageError, OutOfMemory)}
 
 
-def run_breakdown(spec: EngineSpec, context: int, tell: Callable[[str], None]) -> dict[str, Any]:
+def run_breakdown(spec: EngineSpec, context: int, tell: Callable[[str], None], command: str = "") -> dict[str, Any]:
     """The document of `engine/breakdown.py` for a dummy: plain step, drafted step, each op with its bytes and times.
 
-    tell: is given lines on how far it is. Raises what the process failed with, as far as that can be told.
+    tell: is given lines on how far it is; command: what to type to have it again.
+    Raises what the process failed with, as far as that can be told.
     """
     asked = json.dumps({"spec": asdict(spec), "context": context})
     command = [sys.executable, "-P", "-m", "ling_local.engine.breakdown", asked]
@@ -45,4 +46,4 @@ def run_breakdown(spec: EngineSpec, context: int, tell: Callable[[str], None]) -
         )
         error.add_note(trace)
         raise error
-    return {**head(), "machine": machine(), **result}
+    return {**head(command), "machine": machine(), **result}

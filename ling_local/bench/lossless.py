@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
+from ling_local.bench.figures import check_counts
 from ling_local.bench.machine import machine
-from ling_local.bench.measure import check_counts
-from ling_local.bench.prompts import TASKS, Prompt, as_prompt, bundled, forget, last_tokens
+from ling_local.bench.prompts import TEXTS, Prompt, as_prompt, bundled, forget, last_tokens
 from ling_local.bench.report import head, machine_facts, model_facts, speculation
 from ling_local.engine.protocol import Engine, EngineInfo
 from ling_local.errors import UsageError
@@ -37,7 +37,7 @@ class CheckPlan:
     """
 
     tokens: int = 128
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = TEXTS
     prompt_tokens: int = 0
     sampling: SamplingParams = field(default_factory=lambda: _SAMPLED)
     block: int = 0
@@ -238,14 +238,15 @@ def _check(report: CheckReport) -> None:
         assert row.difference is not None or row.stats.tokens == row.stats_off.tokens
 
 
-def check_to_json(report: CheckReport) -> dict[str, Any]:
-    """The report as a document, schema 1."""
+def check_to_json(report: CheckReport, command: str = "") -> dict[str, Any]:
+    """The report as a document, schema 1. command: what to type to have it again."""
     plan, info = report.plan, report.info
     return {
-        **head(),
+        **head(command),
         "same": report.same,
         "model": model_facts(info, draft=False),
         "machine": machine_facts(report.machine, info),
+        "marks": list(info.marks),
         "run": {
             "tokens": plan.tokens,
             "tasks": list(plan.tasks),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from ling_local.engine.protocol import Engine
 from ling_local.generate import TextModel
 from ling_local.types import Message, TokenRequest
 
-TASKS = ("code", "prose", "chat")
+TASKS = ("code", "prose", "chat", "random")
+TEXTS = TASKS[:3]  # those with prompts of their own
 _FOLDER = Path(__file__).parent.parent / "data" / "prompts"
 
 
@@ -49,6 +51,20 @@ def with_first_word(text_model: TextModel, prompt: Prompt, index: int, prompt_to
         return head + prompt.text
     num_head = len(text_model.tokens.encode(head))
     return head + last_tokens(text_model, prompt.text, max(1, prompt_tokens - num_head))
+
+
+def random_ids(text_model: TextModel, seed: int, wanted: int) -> list[int]:
+    """Exactly `wanted` ids: a bundled text that the seed picks, begun where the seed says and repeated.
+
+    The tool behind the public record makes its "random" prompts of real texts in this way; ids drawn one by one would
+    be no text, and no drafter would guess what follows.
+    """
+    chance = random.Random(seed)
+    texts = [prompt.text for task in TEXTS for prompt in bundled(task)]
+    ids = text_model.tokens.encode(chance.choice(texts))
+    start = chance.randrange(len(ids))
+    turned = [*ids[start:], *ids[:start]]
+    return (turned * math.ceil(wanted / len(turned)))[:wanted]
 
 
 def last_tokens(text_model: TextModel, text: str, wanted: int) -> str:

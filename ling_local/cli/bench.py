@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ling_local.cli import options as opt
 from ling_local.cli.bench_dummy import check_dummy_flags, print_breakdown
-from ling_local.cli.bench_tables import FORMATS, SIDE_BY_SIDE, lane_name
-from ling_local.cli.opening import Opened, explained, open_model, open_other, sampling, wait_loaded
+from ling_local.cli.bench_engines import engines_asked, explain_all, for_engine, with_value
+from ling_local.cli.bench_files import check_files, command_line, save, write
+from ling_local.cli.bench_tables import FORMATS, aligned, compared_cells, compared_lines, lane_name, warnings
+from ling_local.cli.opening import Opened, open_model, open_other, sampling, wait_loaded
 from ling_local.cli.output import Output
 from ling_local.cli.pages import Page
+from ling_local.engine.protocol import EngineInfo
 from ling_local.errors import UsageError
-from ling_local.settings import TABLE, Settings, nearest, parse
+from ling_local.settings import TABLE, Settings, nearest
 
 if TYPE_CHECKING:
     from ling_local.bench import BenchPlan, BenchProgress, BenchReport
+    from ling_local.bench.report import Document
 
 PAGE = Page(
     "[OPTIONS]",
@@ -28,12 +34,15 @@ PAGE = Page(
         "ling bench --modes off,mtp,dspark --task prose",
         "ling bench --speculation off --tokens 500 -r 10 --json | jq .decode.tpot_ms.p99",
         "ling bench --check --tokens 500 --modes mtp,dspark --check-blocks all --full-width",
+        "ling bench --task random --requests 20           as the public record: 8,192 tokens in, 1,024 out",
+        "ling bench --save before.json; ling bench --compare before.json",
+        "ling bench --tokens 1000 --plot speed.svg",
         "ling bench --md >> notes.md",
         "ling bench --dummy tiny --device cuda --prompt-tokens 8192 --accept-pattern 3,0,7",
         "ling bench --dummy flash --shard 4 --device cuda --breakdown",
         "ling bench --engine native,sglang -m inclusionAI/Ling-3.0-tiny --device cuda",
     ),
-    rare=("prompt_tokens", "temperature", "top_p", "top_k", "seed", "think", *opt.RARE),
+    rare=("prompt_tokens", "temperature", "top_p", "top_k", "seed", "think", *opt.RARE_OF_BENCH),
     defaults=(("seed", "0"), ("task", "code; all of them for --check")),
     notes="Each repetition makes exactly --tokens tokens (the end of a turn is ignored) from a prompt of its own; "
     "exit code 1 if one could not. The model's own sampling defaults are not taken: greedy unless you say otherwise. "
@@ -46,98 +55,66 @@ PAGE = Page(
     "they are without drafts. A report of a dummy, a cut or a forced run says so in its first line.\n\n"
     "Several engines are measured one after the other, each in the modes asked for.",
 )
+DEFAULT_TOKENS = 128
 _MEMORY_SHARE = 0.5  # of the machine, that weights of several engines may fill together
+_GPU_SHARE, _GPU_EXTRA_BYTES = 1.3, 3 << 30  # a drafter, its cache; a context, graphs, buffers
+_BAR = 20
 
 
+@opt.flags(
+    "tokens repetitions requests warmup task model modes speculation full_width",
+    "dummy layers shard accept_pattern breakdown check check_blocks format save compare plot prompt_tokens",
+    *opt.SAMPLING,
+    "think",
+    *opt.RARE_OF_BENCH,
+)
 def command(
     context: typer.Context,
-    tokens: opt.Tokens = None,
-    repetitions: opt.Repetitions = None,
-    warmup: opt.Warmup = None,
-    task: opt.Task = None,
-    model: opt.Model = None,
-    modes: opt.Modes = None,
-    speculation: opt.Speculation = None,
-    full_width: opt.FullWidth = None,
-    dummy: opt.Dummy = None,
-    layers: opt.Layers = None,
-    shard: opt.Shard = None,
-    accept_pattern: opt.AcceptPattern = None,
-    breakdown: opt.Breakdown = None,
-    check: opt.Check = None,
-    check_blocks: opt.CheckBlocks = None,
-    format: opt.Format = None,
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="The same as --format csv: a row a repetition.")] = False,
     md: Annotated[bool, typer.Option("--md", help="The same as --format md.")] = False,
-    prompt_tokens: opt.PromptTokens = None,
-    temperature: opt.Temperature = None,
-    top_p: opt.TopP = None,
-    top_k: opt.TopK = None,
-    seed: opt.Seed = None,
-    think: opt.Think = None,
-    block: opt.Block = None,
-    device: opt.Device = None,
-    gpus: opt.Gpus = None,
-    dtype: opt.Dtype = None,
-    ctx: opt.Ctx = None,
-    threads: opt.Threads = None,
-    engines: opt.Engines = None,
-    sglang_arg: opt.SglangArg = None,
-    explain: opt.Explain = None,
-    color: opt.Color = None,
-    quiet: opt.Quiet = None,
-    verbose: opt.Verbose = None,
-    debug: opt.Debug = None,
-    offline: opt.Offline = None,
 ) -> bool:
     """Measure how fast the model runs here: first token, time per token, tokens per second."""
     settings, output = opt.open_settings(context)
-    engines_asked = _engines(settings)
-    settings = _with(settings, "engine", engines_asked[-1])
+    engines = engines_asked(settings)
+    settings = with_value(settings, "engine", engines[-1])
     wanted = _format(settings, json, csv, md)
     output.json = wanted == "json"
     names = _modes(settings)
     if settings["explain"]:
-        engine = "sglang" if "sglang" in engines_asked else settings["engine"]
-        for name in names or ("auto",):
-            explained(_with(_with(settings, "engine", engine), "speculation", name), output)
+        explain_all(settings, output, engines, names or ("auto",))
         return True
     check_dummy_flags(settings)
+    _check_task_flags(settings)
+    then = check_files(settings)
     if settings["breakdown"]:
         return print_breakdown(settings, output, wanted)
     if settings["check"]:
         from ling_local.cli.bench_check import check_and_print
 
         return check_and_print(settings, output, names, wanted)
-    if settings["check_blocks"] != "own":
-        raise UsageError("--check-blocks is for --check", "Give --check, or --block N.")
     reports: tuple[BenchReport, ...] = ()
-    for name in engines_asked:
-        made, interleaved = _measure(_for_engine(settings, name, engines_asked), output, names)
+    for engine in engines:
+        made, interleaved = _measure(for_engine(settings, engine, engines), output, names)
         reports += made
-    _print(reports, interleaved and len(engines_asked) == 1, output, wanted)
+    interleaved = interleaved and len(engines) == 1
+    _deliver(reports, "interleaved" if interleaved else "one after the other", settings, output, wanted, then)
     return all(report.exact for report in reports)
 
 
-def _engines(settings: Settings) -> tuple[str, ...]:
-    """The engines asked for, each once. Raises UsageError."""
-    text = settings["engines"]
-    if text is None:
-        return (settings["engine"],)
-    names = tuple(dict.fromkeys(parse(TABLE["engine"], name.strip()) for name in text.split(",")))
-    if len(names) > 1 and (settings["check"] or settings["breakdown"] or settings["dummy"]):
-        flag = next(f"--{name}" for name in ("check", "breakdown", "dummy") if settings[name])
-        raise UsageError(f"{flag} is for one engine", "Name one with --engine, or leave it out.")
-    return names
-
-
-def _for_engine(settings: Settings, name: str, names: tuple[str, ...]) -> Settings:
-    """The settings of one engine's part: all on the GPU beside SGLang, and its own flags not for the others."""
-    settings = _with(settings, "engine", name)
-    if "sglang" in names and settings.is_default("device"):
-        settings = _with(settings, "device", "cuda")
-    return settings if name == "sglang" or len(names) == 1 else _with(settings, "sglang_arg", ())
+def _check_task_flags(settings: Settings) -> None:
+    """UsageError where flags of one task or of --check are given for another."""
+    is_random = settings["task"] == "random"
+    if settings["check_blocks"] != "own" and not settings["check"]:
+        raise UsageError("--check-blocks is for --check", "Give --check, or --block N.")
+    if settings["check"] and settings["accept_pattern"] is not None:
+        raise UsageError("--check compares what drafts do, and --accept-pattern decides it", "Give one of them.")
+    if settings["check"] and is_random:
+        raise UsageError("--check has prompts of its own; --task random is for measuring", "Leave one of them away.")
+    if settings["requests"] is not None and not is_random:
+        raise UsageError("--requests is for --task random", "Give --repetitions N.")
+    if settings["requests"] is not None and not settings.is_default("repetitions"):
+        raise UsageError("both --requests and --repetitions are given", "Give one of them.")
 
 
 def _format(settings: Settings, json: bool, csv: bool, md: bool) -> str:
@@ -172,7 +149,7 @@ def _measure(settings: Settings, output: Output, asked: tuple[str, ...]) -> tupl
 
     names = asked or ("off", "auto")
     first = "auto" if "auto" in names else names[0]
-    with open_model(_with(settings, "speculation", first), output) as opened:
+    with open_model(with_value(settings, "speculation", first), output) as opened:
         wait_loaded(opened)
         names, first = _resolved(names, first, opened, output)
         plans = {name: _plan(settings, draft=name != "off") for name in names}
@@ -195,10 +172,6 @@ def _measure(settings: Settings, output: Output, asked: tuple[str, ...]) -> tupl
         return tuple(reports[name] for name in names), False
 
 
-def _with(settings: Settings, name: str, value: Any) -> Settings:
-    return replace(settings, values={**settings.values, name: value})
-
-
 def _resolved(names: tuple[str, ...], first: str, opened: Opened, output: Output) -> tuple[tuple[str, ...], str]:
     """The same with the drafter's name in place of "auto"; without one, "auto" means the same as "off"."""
     if first != "auto":
@@ -212,9 +185,17 @@ def _resolved(names: tuple[str, ...], first: str, opened: Opened, output: Output
 def _fit_together(opened: Opened, num_engines: int) -> bool:
     from ling_local.bench import machine
 
-    info, memory_bytes = opened.engine.info, machine()["memory_bytes"]
-    if info.device.startswith("cuda"):  # what is free there is not known on this side; one is known to fit
-        return False
+    return fit_together(opened.engine.info, num_engines, machine()["memory_bytes"])
+
+
+def fit_together(info: EngineInfo, num_engines: int, memory_bytes: int | None) -> bool:
+    """Whether so many engines like this one may be open at once. memory_bytes: of the machine, None where unknown."""
+    if info.device.startswith("cuda"):
+        if info.ranks > 1 or info.engine != "native":  # what is free on each GPU is not known, or taken all at once
+            return False
+        # the first one's weights and state, and what a drafter, a context and graphs may take
+        each = info.weight_bytes + info.state_bytes
+        return num_engines * (_GPU_SHARE * each + _GPU_EXTRA_BYTES) < info.free_bytes
     return memory_bytes is None or num_engines * info.weight_bytes < _MEMORY_SHARE * memory_bytes
 
 
@@ -229,45 +210,77 @@ def _all_open(opened: Opened, names: Sequence[str], first: str, settings: Settin
 
 
 def _plan(settings: Settings, draft: bool) -> BenchPlan:
-    from ling_local.bench import BenchPlan
+    from ling_local.bench import RANDOM_IN, RANDOM_OUT, BenchPlan
 
     params = sampling(settings)
+    is_random, prompt_tokens = settings["task"] == "random", settings["prompt_tokens"]
     return BenchPlan(
-        tokens=settings["tokens"],
-        repetitions=settings["repetitions"],
+        tokens=settings["tokens"] or (RANDOM_OUT if is_random else DEFAULT_TOKENS),
+        repetitions=settings["requests"] or settings["repetitions"],
         warmup=settings["warmup"],
         task=settings["task"],
-        prompt_tokens=settings["prompt_tokens"],
+        prompt_tokens=prompt_tokens or (RANDOM_IN if is_random else 0),
         sampling=params if settings["seed"] is not None else replace(params, seed=0),
         thinking=settings["think"],
         draft=draft,
         full_width=settings["full_width"] or settings["accept_pattern"] is not None,
+        may_shorten=is_random and not prompt_tokens,
     )
 
 
 def _shower(output: Output) -> Callable[[BenchProgress], None]:
+    begun = time.monotonic()
+
     def show(progress: BenchProgress) -> None:
         lane = f"{progress.lane}, " if progress.lane else ""
         text = f"{lane}{progress.stage} {progress.repetition}/{progress.repetitions}"
         if output.stderr.live:
-            output.progress(f"{text}: {progress.tokens}/{progress.tokens_wanted} tokens")
+            output.progress(bar(text, progress, time.monotonic() - begun)[: output.columns - 1])
         elif progress.tokens == 0:
             output.note(f"ling: {text}")
 
     return show
 
 
-def _print(reports: tuple[BenchReport, ...], interleaved: bool, output: Output, wanted: str) -> None:
-    from ling_local.bench import modes_to_json, to_json
+def bar(text: str, progress: BenchProgress, seconds: float) -> str:
+    """One line: where the run is, how much of all is done, and about how long the rest takes."""
+    full = int(_BAR * progress.share)
+    left = seconds * (1 - progress.share) / progress.share if progress.share else 0.0
+    rest = f", {left:.0f} s left" if progress.share and seconds > 1 else ""
+    tokens = f"{progress.tokens}/{progress.tokens_wanted} tokens"
+    return f"[{'#' * full}{'.' * (_BAR - full)}] {100 * progress.share:3.0f} %  {text}: {tokens}{rest}"
 
-    documents = [to_json(report) for report in reports]
-    for document in documents:
-        lead = f"{lane_name(document, documents)}: " if len(documents) > 1 else ""
-        for warning in document["warnings"]:
-            output.warn(lead + warning)
+
+def _deliver(
+    reports: tuple[BenchReport, ...],
+    order: str,
+    settings: Settings,
+    output: Output,
+    wanted: str,
+    then: tuple[Document, ...],
+) -> None:
+    """Write the files first, which nobody can interrupt with a closed pipe, then stdout."""
+    from ling_local.bench import compare, modes_to_json, plot, to_json
+
+    output.clear_progress()
+    again = command_line(settings)
+    documents = [to_json(report, again) for report in reports]
+    alone = len(documents) == 1
+    document = documents[0] if alone else modes_to_json(reports, order, again)
+    compared = compare(documents, then, settings["compare"]) if then else None
+    if compared:
+        document["compared"] = compared
+    save(settings, document)
+    if settings["plot"] is not None:
+        names = [lane_name(document, documents) for document in documents]
+        title = f"{reports[0].info.model}, task {reports[0].plan.task}: {reports[0].plan.tokens:,} tokens"
+        write(Path(settings["plot"]).expanduser(), plot(reports, names, title))
+    if wanted in ("json", "csv") or not output.stdout.terminal:  # else a person reads them in the table
+        for warning in warnings(documents):
+            output.warn(warning)
     if wanted == "json":
-        output.print_json(documents[0] if len(documents) == 1 else modes_to_json(reports, interleaved))
-    elif len(documents) == 1:
-        output.print(FORMATS[wanted](documents[0]))
-    else:
-        output.print(SIDE_BY_SIDE[wanted](documents))
+        output.print_json(document)
+        return
+    output.print(FORMATS[wanted](documents, "" if alone else order, compared))
+    if compared and wanted == "csv":
+        output.note("\n".join([*compared_lines(compared), aligned(compared_cells(compared), 32, 15)]))

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ling_local.cli.bench_tables import Cells, aligned, csv_text, machine_line, markdown, mode_name
+from ling_local.cli.bench_files import command_line, save
+from ling_local.cli.bench_tables import Cells, aligned, broken, csv_text, machine_lines, markdown, mode_name
 from ling_local.cli.opening import Opened, open_model, open_other, sampling
 from ling_local.cli.output import Output
 from ling_local.engine.protocol import Engine
@@ -33,7 +34,8 @@ def check_and_print(settings: Settings, output: Output, names: Sequence[str], wa
     off = replace(settings, values={**settings.values, "speculation": "off"})
     with open_model(off, output) as opened:
         report = run_check(_opener(opened), opened.text_model, plan, drafters, _shower(output))
-    document = check_to_json(report)
+    document = check_to_json(report, command_line(settings))
+    save(settings, document)
     for warning in document["warnings"]:
         output.warn(warning)
     if wanted == "json":
@@ -54,7 +56,7 @@ def _plan(settings: Settings) -> CheckPlan:
     sampled = params if params.temperature > 0 else default.sampling
     return replace(
         default,
-        tokens=settings["tokens"],
+        tokens=settings["tokens"] or default.tokens,
         tasks=default.tasks if settings.is_default("task") else (settings["task"],),
         prompt_tokens=settings["prompt_tokens"],
         sampling=replace(sampled, seed=settings["seed"] or 0),
@@ -145,7 +147,7 @@ def _headline(document: Mapping[str, Any]) -> list[str]:
     different = sum(not row["same"] for row in rows)
     verdict = f"{different} of {len(rows)} runs differ" if different else f"all {len(rows)} runs have the same ids"
     return [
-        machine_line(document),
+        *machine_lines(document),
         f"{run['tokens']} tokens a prompt; sampled: temperature {sampled['temperature']:g}, top-k {sampled['top_k']}, "
         f"top-p {sampled['top_p']:g}, seed {sampled['seed']}",
         f"with drafts and without: {verdict}",
@@ -162,7 +164,7 @@ def _table(document: Mapping[str, Any]) -> str:
 
 
 def _markdown(document: Mapping[str, Any]) -> str:
-    parts = ["\n".join(f"{line}  " for line in _headline(document))]
+    parts = [broken(_headline(document))]
     parts += [markdown([[title, *lines[0][1:]], *lines[1:]]) for title, lines in _tables(document)]
     return "\n\n".join(parts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ling_local.cli.bench_files import command_line, save
 from ling_local.cli.bench_tables import Cells, aligned, csv_text, markdown
 from ling_local.cli.opening import model_spec
 from ling_local.cli.output import Output
@@ -32,8 +33,9 @@ def print_breakdown(settings: Settings, output: Output, wanted: str) -> bool:
     from ling_local.bench.breakdown import run_breakdown
 
     spec, settings = model_spec(settings)
-    document = run_breakdown(spec, settings["prompt_tokens"] or 8192, output.progress)
+    document = run_breakdown(spec, settings["prompt_tokens"] or 8192, output.progress, command_line(settings))
     output.clear_progress()
+    save(settings, document)
     if wanted == "json":
         output.print_json(document)
     else:

@@ -36,42 +36,13 @@ PAGE = Page(
 )
 
 
-def command(
-    context: typer.Context,
-    prompt: opt.Prompt = None,
-    system: opt.System = None,
-    model: opt.Model = None,
-    think: opt.Think = None,
-    think_budget: opt.ThinkBudget = None,
-    show_thinking: opt.ShowThinking = None,
-    max_tokens: opt.MaxTokens = None,
-    stop: opt.Stop = None,
-    temperature: opt.Temperature = None,
-    top_p: opt.TopP = None,
-    top_k: opt.TopK = None,
-    seed: opt.Seed = None,
-    stats: opt.Stats = None,
-    resume: opt.Resume = None,
-    plain: opt.Plain = None,
-    history: opt.History = None,
-    json: opt.Json = None,
-    stdin_wait: opt.StdinWait = None,
-    speculation: opt.Speculation = None,
-    block: opt.Block = None,
-    device: opt.Device = None,
-    gpus: opt.Gpus = None,
-    dtype: opt.Dtype = None,
-    ctx: opt.Ctx = None,
-    threads: opt.Threads = None,
-    engine: opt.EngineName = None,
-    sglang_arg: opt.SglangArg = None,
-    explain: opt.Explain = None,
-    color: opt.Color = None,
-    quiet: opt.Quiet = None,
-    verbose: opt.Verbose = None,
-    debug: opt.Debug = None,
-    offline: opt.Offline = None,
-) -> None:
+@opt.flags(
+    "prompt system model think think_budget show_thinking max_tokens stop",
+    *opt.SAMPLING,
+    "stats resume plain history json stdin_wait speculation",
+    *opt.RARE,
+)
+def command(context: typer.Context) -> None:
     """Talk with the model, or ask one question with -p or on stdin."""
     settings, output = opt.open_settings(context)
     if explained(settings, output):

@@ -38,38 +38,13 @@ PAGE = Page(
 )
 
 
+@opt.flags("prompt", "model", "max_tokens", "until", "stop", *opt.SAMPLING, "stats", "json", "speculation", *opt.RARE)
 def command(
     context: typer.Context,
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="The text; - or nothing: stdin.")] = None,
-    prompt: opt.Prompt = None,
-    model: opt.Model = None,
-    max_tokens: opt.MaxTokens = None,
-    until: opt.Until = None,
-    stop: opt.Stop = None,
     instruct: Annotated[
         bool, typer.Option("--instruct", help="Ask a chat model to continue, instead of the raw text.")
     ] = False,
-    temperature: opt.Temperature = None,
-    top_p: opt.TopP = None,
-    top_k: opt.TopK = None,
-    seed: opt.Seed = None,
-    stats: opt.Stats = None,
-    json: opt.Json = None,
-    speculation: opt.Speculation = None,
-    block: opt.Block = None,
-    device: opt.Device = None,
-    gpus: opt.Gpus = None,
-    dtype: opt.Dtype = None,
-    ctx: opt.Ctx = None,
-    threads: opt.Threads = None,
-    engine: opt.EngineName = None,
-    sglang_arg: opt.SglangArg = None,
-    explain: opt.Explain = None,
-    color: opt.Color = None,
-    quiet: opt.Quiet = None,
-    verbose: opt.Verbose = None,
-    debug: opt.Debug = None,
-    offline: opt.Offline = None,
 ) -> None:
     """Continue a file or a text: prints what comes next, byte for byte, as it is made."""
     settings, output = opt.open_settings(context)

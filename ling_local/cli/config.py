@@ -21,39 +21,15 @@ PAGE = Page(
 )
 
 
-def command(
-    context: typer.Context,
-    model: opt.Model = None,
-    max_tokens: opt.MaxTokens = None,
-    temperature: opt.Temperature = None,
-    top_p: opt.TopP = None,
-    top_k: opt.TopK = None,
-    seed: opt.Seed = None,
-    stop: opt.Stop = None,
-    until: opt.Until = None,
-    system: opt.System = None,
-    think: opt.Think = None,
-    think_budget: opt.ThinkBudget = None,
-    show_thinking: opt.ShowThinking = None,
-    stats: opt.Stats = None,
-    plain: opt.Plain = None,
-    history: opt.History = None,
-    stdin_wait: opt.StdinWait = None,
-    speculation: opt.Speculation = None,
-    block: opt.Block = None,
-    device: opt.Device = None,
-    gpus: opt.Gpus = None,
-    dtype: opt.Dtype = None,
-    ctx: opt.Ctx = None,
-    threads: opt.Threads = None,
-    engine: opt.EngineName = None,
-    json: opt.Json = None,
-    color: opt.Color = None,
-    quiet: opt.Quiet = None,
-    verbose: opt.Verbose = None,
-    debug: opt.Debug = None,
-    offline: opt.Offline = None,
-) -> None:
+@opt.flags(
+    "model max_tokens",
+    *opt.SAMPLING,
+    "stop until system think think_budget show_thinking stats plain history stdin_wait speculation",
+    *opt.ENGINE,
+    "json",
+    *opt.STREAMS,
+)
+def command(context: typer.Context) -> None:
     """Show every setting and where its value comes from."""
     settings, output = opt.open_settings(context)
     if settings["engine"] == "native":

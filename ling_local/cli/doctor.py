@@ -23,21 +23,10 @@ PAGE = Page(
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "red"}
 
 
-def command(
-    context: typer.Context,
-    model: opt.Model = None,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    timeout: opt.Timeout = None,
-    json: opt.Json = None,
-    color: opt.Color = None,
-    quiet: opt.Quiet = None,
-    verbose: opt.Verbose = None,
-    debug: opt.Debug = None,
-    offline: opt.Offline = None,
-) -> bool:
+@opt.flags("model", "device", "dtype", "timeout", "json", *opt.STREAMS)
+def command(context: typer.Context) -> bool:
     """Check this machine and say what to repair."""
-    output = context.obj
+    output, timeout = context.obj, context.params["timeout"]
     try:
         settings, output = opt.open_settings(context, warn=False)
         limit_s = settings["timeout"]

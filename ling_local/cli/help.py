@@ -42,12 +42,12 @@ def _complete(context: typer.Context, incomplete: str) -> list[str]:
     return [name for name in (*commands, *topics(commands)) if name.startswith(incomplete)]
 
 
+@opt.flags("color")
 def command(
     context: typer.Context,
     topic: Annotated[
         str | None, typer.Argument(metavar="TOPIC", help="A command or a topic.", autocompletion=_complete)
     ] = None,
-    color: opt.Color = None,
 ) -> None:
     """Explain a command or a topic."""
     output: Output = context.obj

@@ -99,13 +99,10 @@ app = typer.Typer(
 
 
 @app.callback()
+@options.flags("color", "verbose", "debug", "offline")
 def root(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    color: options.Color = None,
-    verbose: options.Verbose = None,
-    debug: options.Debug = None,
-    offline: options.Offline = None,
 ) -> None:
     """Ling-3.0 models on this machine: complete code, chat, measure."""
     if version:

@@ -27,17 +27,12 @@ PAGE = Page(
 )
 
 
+@opt.flags("all", "json", "color", "quiet", "verbose", "debug")
 def command(
     context: typer.Context,
     folders: Annotated[
         list[Path] | None, typer.Argument(metavar="FOLDER...", help="Checkpoint folders to look at as well.")
     ] = None,
-    all: opt.All = None,
-    json: opt.Json = None,
-    color: opt.Color = None,
-    quiet: opt.Quiet = None,
-    verbose: opt.Verbose = None,
-    debug: opt.Debug = None,
 ) -> None:
     """List the models on this machine, and say which ones are incomplete."""
     settings, output = opt.open_settings(context)

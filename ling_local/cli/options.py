@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -24,16 +26,21 @@ def _option(name: str) -> Any:
 
 def _completion(name: str) -> Callable[[str], list[str]] | None:
     """What the shell offers for the flag's value; None: nothing of ours."""
-    if name in ("model", "modes"):
-        return {"model": model_names, "modes": _modes}[name]
+    if name == "model":
+        return model_names
+    if name in _LISTS:
+        return lambda incomplete: _next_of(TABLE[_LISTS[name]].choices, incomplete)
     choices = TABLE[name].choices
     return (lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]) if choices else None
 
 
-def _modes(incomplete: str) -> list[str]:
-    """The next of several drafters with commas between them."""
+_LISTS = {"modes": "speculation", "engines": "engine"}  # settings that hold several values of another one
+
+
+def _next_of(choices: tuple[str, ...], incomplete: str) -> list[str]:
+    """The next of several values with commas between them."""
     before, comma, last = incomplete.rpartition(",")
-    known = [name for name in TABLE["speculation"].choices if name not in before.split(",")]
+    known = [name for name in choices if name not in before.split(",")]
     return [f"{before}{comma}{name}" for name in known if name.startswith(last)]
 
 
@@ -44,69 +51,35 @@ def model_names(incomplete: str) -> list[str]:
     return [name for name in hub.names_here() if name.lower().startswith(incomplete.lower())]
 
 
-Model = _option("model")
-MaxTokens = _option("max_tokens")
-Temperature = _option("temperature")
-TopP = _option("top_p")
-TopK = _option("top_k")
-Seed = _option("seed")
-Stop = _option("stop")
-Until = _option("until")
-System = _option("system")
-Think = _option("think")
-ThinkBudget = _option("think_budget")
-ShowThinking = _option("show_thinking")
-Plain = _option("plain")
-History = _option("history")
-Resume = _option("resume")
-Stats = _option("stats")
-StdinWait = _option("stdin_wait")
-Speculation = _option("speculation")
-Block = _option("block")
-Device = _option("device")
-Gpus = _option("gpus")
-Dtype = _option("dtype")
-Ctx = _option("ctx")
-Threads = _option("threads")
-EngineName = _option("engine")
-Engines = _option("engines")
-SglangArg = _option("sglang_arg")
-Explain = _option("explain")
-Color = _option("color")
-Quiet = _option("quiet")
-Verbose = _option("verbose")
-Debug = _option("debug")
-Offline = _option("offline")
-Prompt = _option("prompt")
-Json = _option("json")
-Revision = _option("revision")
-Verify = _option("verify")
-All = _option("all")
-Timeout = _option("timeout")
-Format = _option("format")
-PromptTokens = _option("prompt_tokens")
-Tokens = _option("tokens")
-Repetitions = _option("repetitions")
-Warmup = _option("warmup")
-Task = _option("task")
-Modes = _option("modes")
-FullWidth = _option("full_width")
-Check = _option("check")
-CheckBlocks = _option("check_blocks")
-Dummy = _option("dummy")
-Layers = _option("layers")
-Shard = _option("shard")
-AcceptPattern = _option("accept_pattern")
-Breakdown = _option("breakdown")
-Host = _option("host")
-Port = _option("port")
-ApiKey = _option("api_key")
-Queue = _option("queue")
-AllowHost = _option("allow_host")
-AllowOrigin = _option("allow_origin")
+SAMPLING = ("temperature", "top_p", "top_k", "seed")
+ENGINE = ("block", "device", "gpus", "dtype", "ctx", "threads", "engine", "sglang_arg")
+STREAMS = ("color", "quiet", "verbose", "debug", "offline")
+RARE = (*ENGINE, "explain", *STREAMS)
+RARE_OF_BENCH = tuple("engines" if name == "engine" else name for name in RARE)  # there it may name several
 
-_ENGINE = ("block", "device", "gpus", "dtype", "ctx", "threads", "engine", "engines", "sglang_arg", "explain")
-RARE = (*_ENGINE, "color", "quiet", "verbose", "debug", "offline")
+
+def flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command these settings as options, after its own parameters; several names may stand in one word list.
+
+    It reads their values with `open_settings`.
+    """
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = inspect.signature(command, eval_str=True)
+
+        @functools.wraps(command)
+        def run(**given: Any) -> Any:
+            return command(**{name: value for name, value in given.items() if name in own.parameters})
+
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_option(name))
+            for name in " ".join(names).split()
+        ]
+        run.__signature__ = own.replace(parameters=[*own.parameters.values(), *more])
+        run.__annotations__ = {name: part.annotation for name, part in run.__signature__.parameters.items()}
+        return run
+
+    return add
 
 
 def open_settings(context: typer.Context, *, warn: bool = True) -> tuple[Settings, Output]:

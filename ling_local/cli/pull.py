@@ -40,6 +40,7 @@ _LINE_S = 15.0
 _BAR_CELLS = 24
 
 
+@opt.flags("revision", "verify", "json", *opt.STREAMS)
 def command(
     context: typer.Context,
     name: Annotated[
@@ -50,14 +51,6 @@ def command(
             autocompletion=lambda incomplete: _names(incomplete),
         ),
     ] = None,
-    revision: opt.Revision = None,
-    verify: opt.Verify = None,
-    json: opt.Json = None,
-    color: opt.Color = None,
-    quiet: opt.Quiet = None,
-    verbose: opt.Verbose = None,
-    debug: opt.Debug = None,
-    offline: opt.Offline = None,
 ) -> None:
     """Fetch a checkpoint from the Hugging Face Hub, or check that one is whole."""
     settings, output = opt.open_settings(context)

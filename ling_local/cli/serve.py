@@ -34,37 +34,13 @@ PAGE = Page(
 )
 
 
-def command(
-    context: typer.Context,
-    model: opt.Model = None,
-    host: opt.Host = None,
-    port: opt.Port = None,
-    api_key: opt.ApiKey = None,
-    queue: opt.Queue = None,
-    allow_host: opt.AllowHost = None,
-    allow_origin: opt.AllowOrigin = None,
-    think: opt.Think = None,
-    think_budget: opt.ThinkBudget = None,
-    max_tokens: opt.MaxTokens = None,
-    stop: opt.Stop = None,
-    temperature: opt.Temperature = None,
-    top_p: opt.TopP = None,
-    top_k: opt.TopK = None,
-    seed: opt.Seed = None,
-    speculation: opt.Speculation = None,
-    block: opt.Block = None,
-    device: opt.Device = None,
-    gpus: opt.Gpus = None,
-    dtype: opt.Dtype = None,
-    ctx: opt.Ctx = None,
-    threads: opt.Threads = None,
-    engine: opt.EngineName = None,
-    sglang_arg: opt.SglangArg = None,
-    explain: opt.Explain = None,
-    color: opt.Color = None,
-    quiet: opt.Quiet = None,
-    debug: opt.Debug = None,
-) -> None:
+@opt.flags(
+    "model host port api_key queue allow_host allow_origin think think_budget max_tokens stop",
+    *opt.SAMPLING,
+    "speculation",
+    *opt.RARE,
+)
+def command(context: typer.Context) -> None:
     """Answer other programs: the OpenAI protocol on a local port."""
     settings, output = opt.open_settings(context)
     if explained(settings, output):

@@ -16,6 +16,7 @@ from typing import Any
 
 from ling_local.engine.layout import BF16, F32, IGNORED_SUFFIX, TensorSpec
 from ling_local.errors import ModelError
+from ling_local.paths import DEMO, demo_dir
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -186,6 +187,8 @@ def hub_repository(folder: Path) -> str:
 
 def model_name(folder: Path) -> str:
     """What a checkpoint folder is called: its name, or that of its repository where it has none of its own."""
+    if folder.resolve() == demo_dir().resolve():
+        return DEMO
     snapshot = folder.absolute()
     repo = hub_repository(snapshot) if snapshot.parent.name == "snapshots" else ""
     return repo.rpartition("/")[2] or folder.resolve().name

@@ -284,6 +284,7 @@ def _info(
     marks = source.marks
     if forced:
         marks += (f"FORCED: accept counts {','.join(map(str, forced))} by decree, not by the drafts",)
+    gpu = torch.cuda.get_device_properties(device) if device != "cpu" else None
     return EngineInfo(
         model=source.name,
         dtype=str(weights.dtype).removeprefix("torch."),
@@ -300,4 +301,6 @@ def _info(
         free_bytes=plan.free if device != "cpu" else 0,
         marks=marks,
         forced=forced,
+        device_name=gpu.name if gpu else "",
+        device_id=f"GPU-{gpu.uuid}" if gpu else "",
     )

@@ -13,6 +13,7 @@ from ling_local.types import StepResult, TokenRequest
 class EngineInfo:
     """What a loaded engine is. drafter is "off", "mtp" or "dspark"; block is its drafts per step (0: none).
 
+    device_name  a GPU's own name, "" for a CPU; device_id: what the driver's tools know it by
     torch    version of the torch that computes, "" where there is none
     state_bytes  what the state for `context_limit` tokens takes; free_bytes: what was free on a GPU before the load
     marks    what makes this no ordinary run of an ordinary model, for every report: dummy weights, forced accepts
@@ -35,6 +36,8 @@ class EngineInfo:
     free_bytes: int = 0
     marks: tuple[str, ...] = ()
     forced: tuple[int, ...] = ()
+    device_name: str = ""
+    device_id: str = ""
     engine: str = "native"
 
 

@@ -96,7 +96,7 @@ def test_a_damaged_script_and_a_damaged_checkpoint_are_exit_1(ling: Program, tmp
 def test_the_unforeseen_is_one_line_and_a_trace_in_a_private_file(ling: Program) -> None:
     # a room that breaks: a module of ours replaced by one that fails in a way nobody planned
     broken = ling.home / "sitecustomize.py"
-    broken.write_text("import ling_local.hub\nling_local.hub.find_model = lambda name: 1 / 0\n")
+    broken.write_text("import ling_local.hub\nling_local.hub.find_model = lambda *name, **more: 1 / 0\n")
     env = {"PYTHONPATH": str(ling.home)}
     done = ling("complete", "-p", "x", env=env)
     assert (done.code, done.out) == (1, b"")

@@ -34,7 +34,8 @@ def test_bench_prints_a_table_and_its_progress_elsewhere(bench) -> None:
     assert done.code == 0
     assert "TPOT ms" in done.text
     assert "tok/s" in done.text
-    assert done.err.splitlines() == ["ling: warm-up 1/1", "ling: run 1/2", "ling: run 2/2"]
+    told = [line for line in done.err.splitlines() if "warning" not in line]  # how busy the machine is, is no matter
+    assert told == ["ling: warm-up 1/1", "ling: run 1/2", "ling: run 2/2"]
     assert bench("--quiet", "-r", "1").err == ""  # the warning about one repetition too
     assert bench("--no-quiet", env={"LING_QUIET": "1"}).err != ""
 
@@ -55,7 +56,8 @@ def test_bench_csv_has_a_row_a_repetition_and_md_is_a_table(bench) -> None:
         assert [row["repetition"] for row in rows] == ["1", "2", "3"]
         assert {row["tokens"] for row in rows} == {"20"}
     lines = bench("--md").text.splitlines()
-    assert sum(line.startswith("| ") for line in lines) == 6
+    assert "| TPOT ms median |" in "\n".join(lines)
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
 
 
 def test_bench_prompt_length_and_thinking_are_chosen(bench) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ling_local.cli.bench_tables import SIDE_BY_SIDE
+from ling_local.cli.bench_tables import FORMATS
 from program import Program
 from sglang_stand_in import COMPILER, environment, make_model
 
@@ -120,12 +120,15 @@ def test_bench_measures_sglang_like_the_native_engine(ling: Program, model: Path
     assert [report["model"]["engine"] for report in document["reports"]] == ["sglang 0.5.23"] * 2
     assert [report["run"]["exact"] for report in document["reports"]] == [True, True]
     assert document["reports"][1]["speculation"]["accept_length"] > 1
-    assert "sglang 0.5.23) on cuda" in ling(*args, "--engine", "sglang", "--modes", "off", env=env).text
+    assert ", sglang 0.5.23 on cuda" in ling(*args, "--engine", "sglang", "--modes", "off", env=env).text
     native = ling(*args, "--modes", "off", "--json").json
     both = [native, *document["reports"]]
     for report in both:
         report["decode"]["tpot_ms"]["mean"] = {"native": 2.0}.get(report["model"]["engine"], 4.0)
-    lines = SIDE_BY_SIDE["table"](both).splitlines()
+    text = FORMATS["table"](both, document["order"], None)
+    lines = text.splitlines()
+    assert ", native and sglang 0.5.23 on c" in text
+    assert "a 5,000-token answer here: native off" in text
     assert "sglang off: 0.50 times as fast as native off" in lines
     assert "sglang dspark/8: 1.00 times as fast as sglang off" in lines
     assert ["native off", "sglang off", "sglang dspark/8"] in [re.split(r"\s{2,}", line.strip()) for line in lines]

@@ -271,6 +271,16 @@ def test_a_seed_reproduces_and_another_differs(folder: Path, engine: NativeEngin
     assert tokens(run(engine, PROMPT, 30)) == greedy(folder, PROMPT, 30)
 
 
+def test_the_first_answer_after_a_load_is_that_of_later_ones(folder: Path, engine: NativeEngine) -> None:
+    """C107, and C105 in one process: whatever the state holds, a seed gives the same ids."""
+    first = tokens(run(engine, PROMPT, 30, sampling=SAMPLED))
+    run(engine, PROMPT[3:], 8)
+    assert tokens(run(engine, PROMPT, 30, sampling=SAMPLED)) == first
+    longer = (*PROMPT, *first[:7])
+    assert run(engine, longer, 1, sampling=SAMPLED)[0].cached > 0
+    assert tokens(run(engine, longer, 12, sampling=SAMPLED)) == greedy(folder, longer, 12, sampling=SAMPLED)
+
+
 def test_top_k_of_one_is_greedy(engine: NativeEngine) -> None:
     params = SamplingParams(temperature=2.0, top_k=1, seed=3)
     assert tokens(run(engine, PROMPT, sampling=params)) == tokens(run(engine, PROMPT))
