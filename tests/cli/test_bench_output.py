@@ -230,7 +230,7 @@ def test_modes_take_turns_where_their_engines_fit_together(
 
 
 def test_no_flag_that_decides_about_figures_is_missing_from_that_command(ling: Program) -> None:
-    """A flag of `ling bench` either says how a report is shown, or that there is none, or is repeated in the command."""
+    """A flag of `ling bench` says how a report is shown, or that there is none, or is repeated in the command."""
     shown = {"json", "csv", "md", "format", "save", "compare", "plot", "color", "quiet", "verbose", "debug", "offline"}
     shown |= {"explain"}
     page = ling("bench", "--help").text.partition("Examples:")[0]

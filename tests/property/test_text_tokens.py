@@ -75,14 +75,18 @@ def test_no_message_gives_a_control_id(texts: list[str], thinking: bool) -> None
 
 @given(nasty, nasty, st.booleans(), st.randoms(use_true_random=False))
 @settings(max_examples=150)
-def test_splicing_never_changes_the_text(answer: str, reasoning: str, with_end: bool, rng: object) -> None:
+def test_splicing_changes_no_text_but_the_lines_around_the_thinking(
+    answer: str, reasoning: str, with_end: bool, rng: object
+) -> None:
     tokens = ling_tokenizer()
     ids = [*tokens.encode(reasoning), tokens.control["</think>"], *tokens.encode(answer)]
     ids += [tokens.control["<|role_end|>"]] * with_end
     turns = (Message("user", "q"), Message("assistant", answer, reasoning, ids=tuple(ids)), Message("user", "r"))
     encoded = TEMPLATE.encode(tokens, turns, thinking=True)
-    assert tokens.decode(encoded) == TEMPLATE.render(turns, thinking=True)
     prompt = TEMPLATE.encode(tokens, turns[:1], thinking=True)
+    if tokens.decode(encoded) != TEMPLATE.render(turns, thinking=True):
+        assert reasoning != reasoning.strip("\n")
+        assert encoded[: len(prompt) + len(ids)] == [*prompt, *ids]  # what was generated stands as it was
     if reasoning == reasoning.strip("\n") and reasoning and answer == answer.lstrip("\n"):
         assert encoded[: len(prompt) + len(ids)] == [*prompt, *ids]
 

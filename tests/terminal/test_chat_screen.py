@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import termios
 import time
@@ -377,7 +378,7 @@ def test_copy_asks_the_terminal(talk: Start, ling: Program) -> None:
 def test_bench_measures_and_ctrl_c_stops_it(talk: Start) -> None:
     turn = {"steps": [{"tokens": ["w "], "delay_ms": 5}], "loop": True}
     seen = talk(turn, columns=120)
-    assert "TPOT 5." in seen.ask("/bench 20")
+    assert re.search(r"TPOT (4\.9|5\.)", seen.ask("/bench 20"))  # clocks of two processes
     seen.ready().send("/bench 5000\r").until("warm-up").send("\x03")
     seen.until("stopped").ready()
     assert "w w w" in seen.ask("/set max_tokens 5") + seen.ask("q")
