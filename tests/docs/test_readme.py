@@ -20,6 +20,7 @@ ELSEWHERE = {  # what needs a terminal, a network or another machine, and where 
     "ling chat": "tests/terminal/test_chat_screen.py",
     "ling chat --resume last": "tests/terminal/test_chat_screen.py",
     "ling serve": "tests/serve/test_docs.py",
+    "ling chat --engine sglang -m Ling-3.0-flash": "tests/cli/test_sglang.py",
     "ling pull tiny": "tests/cli/test_pull.py",
 }
 PREPARE = (
