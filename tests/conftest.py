@@ -30,3 +30,15 @@ def write_script(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The one rule for `gpu` tests: skipped where there is no GPU."""
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu:
+        return
+    import torch  # two seconds that other tests need not wait for
+
+    if not torch.cuda.is_available():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

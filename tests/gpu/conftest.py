@@ -1,23 +1,14 @@
-"""The one rule for `gpu` tests: skipped where there is no GPU. And the kernels, compiled once for all of them."""
+"""The kernels, compiled once for all GPU tests."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-import torch
 
 import ling_kernels
 from device_checks import Place
 from ling_kernels.cuda import CudaOps
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 @pytest.fixture(scope="session")
