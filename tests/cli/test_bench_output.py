@@ -8,14 +8,16 @@ import re
 import shlex
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ling_local.bench import BenchProgress
+from ling_local.bench import BenchProgress, compare
 from ling_local.cli.bench import bar, fit_together
 from ling_local.cli.bench_files import REPEATED, command_line
+from ling_local.cli.bench_tables import warnings
 from ling_local.engine.protocol import EngineInfo
 from ling_local.settings import TABLE, resolve
 from program import Program, Result, seen, watch
@@ -81,6 +83,26 @@ def test_a_variable_becomes_a_flag_of_that_command() -> None:
     environ = {"LING_BLOCK": "2", "LING_THINK": "no", "LING_QUIET": "1"}
     line = command_line(resolve({"task": "chat", "full_width": True, "save": "x.json"}, environ))
     assert line == "ling bench --task chat --block 2 --full-width --no-think"
+    environ = {"LING_ENGINE": "scripted"}
+    assert command_line(resolve({}, environ)) == "ling bench --engine scripted"
+    flags = {"engines": "native,sglang", "sglang_arg": ["tp_size=2", "a=b c"], "gpus": "0,1"}
+    line = command_line(resolve(flags, environ))
+    assert line == "ling bench --gpus 0,1 --engine native,sglang --sglang-arg tp_size=2 --sglang-arg 'a=b c'"
+
+
+def test_engines_are_told_apart_in_comparisons_and_warnings(bench) -> None:
+    native = bench("--json", "--modes", "off,dspark").json["reports"]
+    for report in native:
+        report["model"]["engine"], report["warnings"] = "native", []
+    sglang = [{**report, "model": {**report["model"], "engine": "sglang 0.5.23"}} for report in native]
+    found = compare([*native, *sglang], native, "x.json")
+    assert [mode["mode"] for mode in found["modes"]] == ["native off", "native dspark/3"]
+    assert found["only_in_one"] == ["sglang dspark/3", "sglang off"]
+    alone = compare(sglang, native, "x.json")
+    assert [mode["mode"] for mode in alone["modes"]] == ["off", "dspark/3"]
+    assert alone["differs"] == ["engine: native then, sglang 0.5.23 now"]
+    assert warnings([*native, {**sglang[0], "warnings": ["hot"]}]) == ["sglang off: hot"]
+    assert warnings([native[0], {**native[1], "warnings": ["hot"]}]) == ["dspark: hot"]
 
 
 def test_a_saved_report_is_what_json_prints_and_can_be_compared_with(bench, tmp_path: Path) -> None:
@@ -227,6 +249,13 @@ def test_modes_take_turns_where_their_engines_fit_together(
         free_bytes=free_gib * gib,
     )
     assert fit_together(info, num, memory_gib and memory_gib * gib) is together
+
+
+@pytest.mark.parametrize("more", [{"ranks": 2}, {"engine": "sglang 0.5.23"}])
+def test_one_at_a_time_where_what_is_free_is_not_known(more: dict[str, Any]) -> None:
+    info = EngineInfo("ling-tiny", "bfloat16", "cuda:0", 4096, 1000, weight_bytes=1, free_bytes=1 << 40)
+    assert fit_together(info, 2, None)
+    assert not fit_together(replace(info, **more), 2, None)
 
 
 def test_no_flag_that_decides_about_figures_is_missing_from_that_command(ling: Program) -> None:

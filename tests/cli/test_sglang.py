@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
 LINES = [line for block in BLOCKS for line in block.splitlines() if line.startswith("ling ")]
+README = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+README_LINES = [line for line in README if line.startswith("ling ") and "--engine sglang" in line]
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler: there is no driver to stand in")
 
 
@@ -161,10 +163,11 @@ def test_engines_that_cannot_be_compared(ling: Program, model: Path, flags: list
 def test_the_page_has_what_is_run_here() -> None:
     assert len(LINES) >= 6
     assert all("sglang" in line for line in LINES)
+    assert README_LINES
 
 
 @needs_compiler
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", [*LINES, *README_LINES])
 def test_an_example_of_the_page_runs(ling: Program, model: Path, tmp_path: Path, line: str) -> None:
     """Commands that would start an engine are asked to explain themselves: the same flags are read and checked."""
     words = shlex.split(line, comments=True)[1:]
