@@ -51,7 +51,6 @@ struct Warp {
 struct Thread {
   Dim index;
   u32 lane, meetings, barriers, waits;
-  u32 named[16];  // named barriers that it has met
   Warp* warp;
 };
 
@@ -69,12 +68,6 @@ void copy(void* to, const void* from, u32 bytes);  // to 16 bytes; those that ar
 void commit();                                      // copies so far are a group
 void copies_wait(u32 pending);                      // for all but the youngest groups
 void look_again();    // others may run meanwhile
-void ring_init(u64* barrier, u32 arrivals);
-void ring_arrive(u64* barrier);
-void ring_expect(u64* barrier, u32 bytes);
-void ring_wait(u64* barrier, u32 parity);
-void ring_send(u64* barrier, void* to, const void* from, u32 bytes);  // lands when the barrier is waited for
-void named_barrier(u32 id, u32 count);
 
 // Bring a value; then those of all lanes of this meeting may be read, until the next meeting but one.
 template <class T>
@@ -247,12 +240,6 @@ inline float4 load_settled(const float4* from) {
 inline uint2 load_activations4(const bf16* from) { return load_settled(reinterpret_cast<const uint2*>(from)); }
 inline bf16 load_activation(const bf16* from) { return *from; }
 inline float load_activation(const float* from) { return *from; }
-inline float4 load_settled4(const float* from) {
-  if (uintptr_t(from) & 15) emulator::fail("a 16-byte load is not aligned");
-  float4 v;
-  std::memcpy(&v, from, 16);
-  return v;
-}
 inline uint4 load_settled16(const void* from) { return load_weights(from, true); }
 // A hint may come at any time, but within an argument's memory.
 inline void prefetch_l2(const void* from, u32 bytes) {
@@ -318,31 +305,6 @@ inline void copy16(void* to, const void* from) { emulator::copy(to, from, 16); }
 inline void copies_commit() { emulator::commit(); }
 template <int pending>
 inline void copies_wait() { emulator::copies_wait(pending); }
-
-constexpr u32 FULL_ARRIVALS = 1;
-inline void barrier_init(u64* barrier, u32 arrivals) { emulator::ring_init(barrier, arrivals); }
-inline void barriers_ready() {}
-inline void barrier_arrive(u64* barrier) { emulator::ring_arrive(barrier); }
-inline void barrier_wait(u64* barrier, u32 parity) { emulator::ring_wait(barrier, parity); }
-inline int uniform(int x) { return __shfl_sync(ALL, x, 0); }
-// One lane sends; that all have the same arguments is checked.
-inline void same_in_all(u64 value) {
-  auto all = emulator::bring(ALL, value);
-  if (emulator::taken<u64>(all, 0) != value) emulator::fail("lanes disagree about what is sent");
-}
-inline void expect_rows(u64* full, u32 bytes) {
-  same_in_all(u64(uintptr_t(full)) + bytes);
-  if (emulator::self->lane == 0) emulator::ring_expect(full, bytes);
-}
-inline void send_rows(u64* full, void* to, u32 pitch, const void* from, i64 stride, u32 bytes, int rows) {
-  same_in_all(u64(uintptr_t(to)) * 31 + u64(uintptr_t(from)) + bytes + u64(rows) * 7);
-  if (emulator::self->lane != 0) return;
-  for (int r = 0; r < rows; ++r) {
-    emulator::ring_send(full, static_cast<u8*>(to) + r * pitch, static_cast<const u8*>(from) + r * stride, bytes);
-  }
-}
-inline void rows_sent(u64*) {}
-inline void named_barrier(int id, int count) { emulator::named_barrier(u32(id), u32(count)); }
 
 // Lane 8i + r brings the address of row r of matrix i.
 inline void load_matrices(u32 (&v)[4], const void* row) {

@@ -3,7 +3,6 @@
 
 #include <csetjmp>
 #include <csignal>
-#include <map>
 #include <sched.h>
 #include <string>
 #include <sys/mman.h>
@@ -32,17 +31,6 @@ struct Copy {
   u32 bytes, group;
 };
 
-// One of a ring's barriers: phases, and what lands when the one under way has completed and is waited for.
-struct RingBarrier {
-  u32 arrivals, missing, phase;
-  i64 bytes;  // expected and not yet sent
-  std::vector<Copy> sent;
-};
-
-struct Named {
-  u32 arrived, done;
-};
-
 struct Fiber {
   Thread thread;
   ucontext_t context;
@@ -69,8 +57,6 @@ static sigjmp_buf failed;
 static std::string reason;
 static u32 order, current, start, turn, living, barrier_arrived, barrier_done, wait_arrived;
 static bool opened;
-static std::map<const u64*, RingBarrier> ring_barriers;
-static Named named[16];
 static u64 progress;
 
 void fail(const char* why) {
@@ -176,64 +162,6 @@ void copies_wait(u32 pending) {
   fiber.copies.resize(kept);
 }
 
-static RingBarrier& ring_at(const u64* barrier) {
-  const auto found = ring_barriers.find(barrier);
-  if (found == ring_barriers.end()) fail("a barrier is used that was not made ready");
-  return found->second;
-}
-
-void ring_init(u64* barrier, u32 arrivals) {
-  if (uintptr_t(barrier) & 7) fail("a barrier is not aligned");
-  ring_barriers[barrier] = {arrivals, arrivals, 0, 0, {}};
-}
-
-static void settle(RingBarrier& at) {
-  ++progress;
-  if (at.missing == 0 && at.bytes == 0) at.missing = at.arrivals, ++at.phase;
-}
-
-void ring_arrive(u64* barrier) {
-  RingBarrier& at = ring_at(barrier);
-  if (at.missing-- == 0) fail("a barrier has more arrivals than it was made for");
-  settle(at);
-}
-
-void ring_expect(u64* barrier, u32 bytes) {
-  ring_at(barrier).bytes += bytes;
-  ring_arrive(barrier);
-}
-
-void ring_wait(u64* barrier, u32 parity) {
-  if (parity > 1) fail("a parity is 0 or 1");
-  while ((ring_at(barrier).phase & 1) == parity) pause();
-  ++progress;
-  RingBarrier& at = ring_at(barrier);
-  for (const Copy& copy : at.sent) memcpy(copy.to, copy.from, copy.bytes);
-  at.sent.clear();
-}
-
-void ring_send(u64* barrier, void* to, const void* from, u32 bytes) {
-  if ((uintptr_t(to) | uintptr_t(from) | bytes) & 15) fail("a row that is sent is not aligned");
-  (void)*static_cast<const volatile u8*>(from);  // a touch: it may be early
-  (void)static_cast<const volatile u8*>(from)[bytes - 1];
-  RingBarrier& at = ring_at(barrier);
-  if (order == IN_TURN) {
-    memcpy(to, from, bytes);
-  } else {
-    memset(to, 0xff, bytes);  // until it is waited for, it is anything
-    at.sent.push_back({to, from, bytes, 0});
-  }
-  at.bytes -= bytes;
-  if (at.missing == 0) settle(at);
-}
-
-void named_barrier(u32 id, u32 count) {
-  if (id < 1 || id > 15) fail("a named barrier has a number from 1 to 15");
-  const u32 mine = self->named[id]++;
-  if (++named[id].arrived == count) named[id].arrived = 0, ++named[id].done, ++progress;
-  while (named[id].done <= mine) pause();
-}
-
 static void run_thread() {
   body(arguments);
   if (self->waits != 1) fail("a thread ended without waiting for the producer");
@@ -260,12 +188,10 @@ static void run_block() {
   const u32 count = threads.x;
   living = count;
   barrier_arrived = barrier_done = wait_arrived = 0;
-  ring_barriers.clear();
-  for (Named& one : named) one = {0, 0};
   protect(false);
   for (u32 t = 0; t < count; ++t) {
     Fiber& fiber = fibers[t];
-    fiber.thread = {{t, 0, 0}, t % WARP, 0, 0, 0, {}, &warps[t / WARP]};
+    fiber.thread = {{t, 0, 0}, t % WARP, 0, 0, 0, &warps[t / WARP]};
     fiber.started = fiber.done = false;
     fiber.groups = 0;
     fiber.copies.clear();
