@@ -200,7 +200,7 @@ def check_unchosen_experts_are_dropped(place: Place, params: MoeParams) -> None:
 
 
 def check_prefetch_changes_nothing(place: Place, params: MoeParams, silent: Any) -> None:
-    """silent: the same ops, asking for nothing ahead."""
+    """silent: the same ops without prefetch."""
     x = place.rand(ROW_TILE, params.gate.shape[1], seed=25)
     place.constant(place.ops._gate(params.gate), silent._gate(params.gate))
     for rows in (1, 9):

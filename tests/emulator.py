@@ -11,7 +11,6 @@ import ctypes
 import re
 import shutil
 import subprocess
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ling_kernels.cuda.compile import SOURCES, units
-from ling_kernels.cuda.driver import Ahead, Argument, Int64, Properties, packed
+from ling_kernels.cuda.driver import Argument, Int64, Properties, packed
 
 HERE = Path(__file__).parent / "kernels" / "emulator"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
@@ -51,7 +50,6 @@ def build_unit(name: str, folder: Path) -> Unit:
     loaded.emulator_allocate.restype = ctypes.c_void_p
     loaded.emulator_allocate.argtypes = [ctypes.c_size_t]
     loaded.emulator_free.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    loaded.emulator_asked.restype = ctypes.c_size_t
     loaded.emulator_launch.restype = ctypes.c_char_p
     return Unit(loaded, tuple(NAMED.findall(source.read_text())))
 
@@ -82,11 +80,10 @@ class EmulatedDevice:
     def __init__(
         self, folder: Path, names: Sequence[str] | None = None, num_sms: int = 3, order: str = ORDERS[0]
     ) -> None:
-        self.properties = Properties("sm_80", num_sms, 40 * 2**20, 163 * 1024)
+        self.properties = Properties("sm_80", num_sms, 163 * 1024)
         self.pdl = False
         self.order = ORDERS.index(order)
         self.launched: list[str] = []
-        self.asked: Counter[str] = Counter()
         self._constants: dict[int, Tensor] = {}
         self._units = [build_unit(name, folder) for name in names or units()]
 
@@ -111,8 +108,7 @@ class EmulatedDevice:
             region.base, region.bytes, region.constant = base, storages[at].nbytes(), at in self._constants
         moved = [_moved(arg, copies) for arg in args]
         values, kinds = packed(moved)
-        # a structure is passed as it is: what it asks for lies in the tensors themselves, not in their copies
-        kept = [kind(value) if kind else value for value, kind in zip(values, kinds, strict=True)]
+        kept = [kind(value) for value, kind in zip(values, kinds, strict=True)]
         pointers = (ctypes.c_void_p * len(kept))(*[ctypes.addressof(value) for value in kept])
         dims = (grid,) if isinstance(grid, int) else tuple(grid)
         shape = (ctypes.c_uint32 * 5)(*(*dims, 1, 1)[:3], block, self.order)
@@ -122,15 +118,12 @@ class EmulatedDevice:
             ctypes.memmove(at, base, storages[at].nbytes())
             unit.library.emulator_free(base, storages[at].nbytes())
         assert error is None, f"{name}: {error.decode()}"
-        given = sum(sum(arg.bytes) for arg in args if isinstance(arg, Ahead))
-        assert unit.library.emulator_asked() == given, f"{name} asked for other memory ahead than it was told"
-        self.asked[name] += given
 
     def _check(self, unit: Unit, name: str, args: Sequence[Argument]) -> None:
         """The kinds of the arguments are the kernel's: a GPU would read on without a word."""
         signature = getattr(unit.library, f"kinds_{name}")
         signature.restype = ctypes.c_char_p
-        letters = {None: "s", ctypes.c_void_p: "p", ctypes.c_int: "i", ctypes.c_longlong: "l", ctypes.c_float: "f"}
+        letters = {ctypes.c_void_p: "p", ctypes.c_int: "i", ctypes.c_longlong: "l", ctypes.c_float: "f"}
         given = "".join(letters[kind] for kind in packed(args)[1])
         assert given == signature().decode(), f"{name} takes {signature().decode()}, was given {given}"
 

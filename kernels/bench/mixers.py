@@ -204,11 +204,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 9])
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--ahead", action="store_true", help="kernels ask L2 for what later ones read")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
-    ops.asks = args.ahead
     heads, hidden, layers, rank, vocab = SHAPES[args.shape]
     timings: list[Timing] = []
     with torch.inference_mode():

@@ -147,12 +147,10 @@ def main() -> None:
     parser.add_argument("--draft", action="store_true")
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--ahead", action="store_true", help="kernels ask L2 for what later ones read")
     parser.add_argument("--late-norm", action="store_true", help="exchange_norm waits before it lets the next one in")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
-    ops.asks = args.ahead
     ops.early_norm = not args.late_norm
     config = dummy.shard_of(dummy.MODELS[args.model], args.shard)
     if args.layers:

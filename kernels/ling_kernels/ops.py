@@ -203,11 +203,6 @@ class Verdict(NamedTuple):
 class Ops(Protocol):
     """One implementation per device."""
 
-    def ahead(self, *tensors: Tensor | None) -> None:
-        """A hint without effect on any result: the op after the next one reads these, the most urgent first, so the
-        next one may ask the memory for them while it runs. A new hint replaces one that no op took."""
-        ...
-
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         """ids [R] int64, table [V, D] -> x [R, D] act, the residual stream."""
         ...

@@ -66,9 +66,7 @@ class DSpark:
         # always the trained layout: fewer masks would change every row (dspark.md section 13)
         rows = params.block_size + first
         x, positions = ops.draft_embed(state.anchor, state.length, weights.embedding, params.mask_id, rows)
-        ops.ahead(weights.lm_head)
         h = ops.draft_block(x, params, state.draft_context, state.draft_rope, state.length, state.extent)
         h = h[first : first + num]
-        ops.ahead(params.markov_w2)
         base = ops.head(h, weights.lm_head, num)
         return ops.markov_pick(base, h, state.anchor, params, positions[:num], state.sampling)

@@ -44,9 +44,7 @@ def forward(
         x, h = ops.exchange_norm(partial, x, layer.attention_norm, eps, rows)
         if number - 1 in tapped:
             taps.append(x)
-        _ahead(ops, rows, _attention_reads(layer, state, kda))
         proj = ops.linear(h, layer.attention.in_proj, rows)
-        _ahead(ops, rows, [layer.attention.out_proj, *_mlp_reads(layer)])
         if isinstance(layer.attention, KdaParams):
             o = _kda(ops, proj, state, layer, kda, rows, staged)
             kda += 1
@@ -56,42 +54,11 @@ def forward(
             mla += 1
         partial = ops.linear(o, layer.attention.out_proj, rows)
         x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps, rows)
-        _ahead(ops, rows, _after_layer(weights, number))
         partial = feed_forward(ops, h, layer, rows)
     x, last = ops.exchange_norm(partial, x, weights.norm, eps, rows)
     if len(weights.layers) - 1 in tapped:
         taps.append(x)
     return Hidden(last, staged, taps)
-
-
-def _ahead(ops: Ops, rows: int | None, tensors: list[Tensor | None]) -> None:
-    """A hint for a window; a prefill's products are too long for the memory to be idle meanwhile."""
-    if rows is not None:
-        ops.ahead(*tensors)
-
-
-def _attention_reads(layer: LayerWeights, state: SequenceState, kda: int) -> list[Tensor | None]:
-    """What attention reads beside its projection; kda: the layer's place among the KDA layers, if it is one."""
-    params = layer.attention
-    if isinstance(params, KdaParams):
-        small = [state.conv[kda], params.conv, params.a_log, params.dt_bias, params.o_norm]
-        return [state.recurrent[kda], *small]
-    return [params.q_norm, params.q_b_proj, params.kv_norm, params.w_uk, params.w_uv]
-
-
-def _mlp_reads(layer: LayerWeights) -> list[Tensor | None]:
-    """What a layer's second half reads first, whatever the routing."""
-    if isinstance(layer.mlp, MoeParams):
-        return [layer.mlp_norm, layer.mlp.gate, layer.mlp.bias, layer.mlp.shared.gate_up, layer.mlp.shared.down]
-    return [layer.mlp_norm, layer.mlp.gate_up]
-
-
-def _after_layer(weights: Weights, number: int) -> list[Tensor | None]:
-    """What comes after a layer: the next one's first weights, or the head's."""
-    if number + 1 < len(weights.layers):
-        following = weights.layers[number + 1]
-        return [following.attention_norm, following.attention.in_proj]
-    return [weights.norm, weights.lm_head]
 
 
 def _kda(

@@ -65,15 +65,6 @@ def test_without_overlap_the_bits_are_the_same(alone: Tensor) -> None:
     plain.close()
 
 
-def test_asking_ahead_changes_no_bit(engine: NativeEngine, alone: Tensor) -> None:
-    engine.ops.asks = True
-    try:
-        for width in (1, 9):
-            assert_bits(engine.score(IDS, window=width), alone, f"logits at width {width}")
-    finally:
-        engine.ops.asks = False
-
-
 def run(engine: NativeEngine, prompt: tuple[int, ...], num: int, drafts: bool, params: SamplingParams = GREEDY) -> list:
     request = TokenRequest(prompt, sampling=params, max_tokens=num, draft=drafts, full_width=drafts)
     return list(engine.generate(request))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from cuda.bindings import driver as bindings
 
 from ling_kernels import KernelError
 from ling_kernels.cuda import driver as driving
-from ling_kernels.cuda.driver import Ahead, Device, Int64, Properties, packed
+from ling_kernels.cuda.driver import Device, Int64, Properties
 
 OK = bindings.CUresult.CUDA_SUCCESS
 KERNELS = {"linear_8": 11, "embed": 12}
@@ -58,7 +58,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(driving, "_driver", lambda: recorder)
     monkeypatch.setattr(driving, "build", lambda arch, cache, progress: {"a": b"\x01", "b": b"\x02"})
-    monkeypatch.setattr(driving, "read_properties", lambda index: Properties("sm_90", 132, 60 * 2**20, 227 * 1024))
+    monkeypatch.setattr(driving, "read_properties", lambda index: Properties("sm_90", 132, 227 * 1024))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=77))
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -82,18 +82,6 @@ def test_a_launch_carries_stream_shape_arguments_and_attribute(recorder: Recorde
         assert config.attrs[0].id == kind
         assert config.attrs[0].value.programmaticStreamSerializationAllowed == 1
     assert not recorder.shared
-
-
-def test_a_structure_reaches_the_library_as_its_own_memory() -> None:
-    ahead = Ahead.of([(64, 192), (1024, 2048)], most=500)
-    assert (list(ahead.at)[:3], list(ahead.bytes)[:3]) == ([64, 1024, None], [128, 368, 0])
-    values, kinds = packed([ahead, 1])
-    assert values[0] is ahead
-    assert kinds[0] is None
-    with suppress(
-        RuntimeError
-    ):  # no driver here: what the library thinks of its arguments is checked before, TypeError
-        bindings.cuLaunchKernelEx(bindings.CUlaunchConfig(), bindings.CUfunction(0), (values, kinds), 0)
 
 
 def test_much_shared_memory_is_asked_for_once(recorder: Recorder) -> None:

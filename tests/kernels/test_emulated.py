@@ -11,7 +11,7 @@ import device_checks as checks
 from device_checks import Place
 from emulator import ORDERS
 from ling_kernels.cuda.dense import DenseOps, Gated
-from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, Routing
+from ling_kernels.ops import ROW_TILE, KernelError, Routing
 from settled import SettledDevice
 
 pytestmark = pytest.mark.emulated
@@ -27,9 +27,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> SettledDevice:
 
 @pytest.fixture
 def place(device: SettledDevice) -> Place:
-    ops = DenseOps(device)
-    ops.asks = True
-    return Place(ops, "cpu", device.constant)
+    return Place(DenseOps(device), "cpu", device.constant)
 
 
 @pytest.mark.parametrize("width", [8, 48, 256, 1544])
@@ -104,42 +102,6 @@ def test_experts(place: Place, inner: int, shared: int, limit: float) -> None:
 def test_prefetch_changes_nothing(device: SettledDevice, place: Place) -> None:
     params = checks.moe_params(place, 16, 48, 24, 4, 4)
     checks.check_prefetch_changes_nothing(place, params, DenseOps(device, prefetch=False))
-
-
-def test_a_hint_is_asked_for_once_and_changes_nothing(device: SettledDevice, place: Place) -> None:
-    x, weight = place.rand(ROW_TILE, 136, seed=1), place.weight(300, 136, seed=2)
-    later, state = place.weight(700, 40, seed=3), torch.zeros(2, 50, 8)
-    mlp = MlpParams(place.weight(96, 136, seed=4), place.weight(136, 48, seed=5))
-    ops = place.ops
-    for run in (lambda: ops.linear(x, weight, 3), lambda: ops.head(x, weight, 3), lambda: ops.mlp(x, mlp, 3)):
-        want = run()[:3].clone()
-        device.asked.clear()
-        ops.ahead(later, None, state[1], state[1, 10:20])
-        checks.assert_bits(run()[:3], want, "with a hint")
-        first = 2 * mlp.down.numel() if "mlp_gate_up_8" in device.asked else 0  # an MLP's own second half
-        assert sum(device.asked.values()) == 2 * later.numel() + 4 * state[1].numel() + first
-        device.asked.clear()
-        ops.ahead(later)
-        ops.asks = False
-        checks.assert_bits(run()[:3], want, "without asking")
-        ops.asks = True
-        assert not sum(device.asked.values())
-
-
-def test_a_hint_is_cut_to_what_the_cache_holds(place: Place) -> None:
-    place.ops.ahead(torch.zeros(2**20), torch.zeros(2**23), torch.zeros(8))
-    hint = place.ops.hint()
-    assert list(hint.bytes)[:3] == [2**22, int(0.4 * 40 * 2**20) - 2**22, 0]
-    assert not any(place.ops.hint().bytes)
-
-
-def test_the_router_is_asked_for_in_the_kernels_form(place: Place) -> None:
-    gate = torch.zeros(16, 40)
-    place.ops.ahead(gate)
-    assert place.ops.hint().bytes[0] == 4 * gate.numel()
-    place.ops._gate(gate)
-    place.ops.ahead(gate)
-    assert place.ops.hint().bytes[0] == 2 * gate.numel()
 
 
 def test_a_row_has_its_bits_to_itself(place: Place) -> None:

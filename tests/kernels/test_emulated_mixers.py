@@ -26,9 +26,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
 
 @pytest.fixture
 def place(device: EmulatedDevice) -> Place:
-    ops = CudaOps(device)
-    ops.asks = True
-    return Place(ops, "cpu", device.constant)
+    return Place(CudaOps(device), "cpu", device.constant)
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(1, 1), (1, 9), (2, 5), (2, 16), (4, 1), (4, 2), (4, 5), (4, 16)])

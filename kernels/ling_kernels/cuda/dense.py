@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.driver import Argument, Device
 from ling_kernels.cuda.prefill import prefill_experts, prefill_mlp
 from ling_kernels.cuda.tiles import sums_bytes, tiles_per_block, warps_for, warps_for_down
@@ -22,7 +21,7 @@ PLAN_WEIGHTS = 4 + 2 * MAX_SLOTS + 2
 PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
 MAX_HEADS = 64  # whose norms one projection can apply
-AHEAD = 16384  # bytes that one idle block asks for
+PREFETCHED = 16384  # bytes that one idle block asks for
 
 
 class Gated(NamedTuple):
@@ -43,7 +42,7 @@ class Candidates(NamedTuple):
     span: int
 
 
-class DenseOps(AheadOps):
+class DenseOps:
     """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16; prefetch: ask
     for the shared expert's weights while the router selects. early_norm, for measurements, without effect on any bit:
     exchange_norm lets the next kernel start before it waits itself."""
@@ -57,11 +56,6 @@ class DenseOps(AheadOps):
         self.gated: Gated | None = None
         self.candidates: Candidates | None = None
         self._gates: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def ahead(self, *tensors: Tensor | None) -> None:
-        """A router's weight stands for the form of it that the kernel reads, if there is one yet."""
-        known = [self._gates.get(t.data_ptr(), (t, t))[1] for t in tensors if t is not None]
-        super().ahead(*known)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
         width = _width("hidden size", table.shape[1], MAX_WIDTH)
@@ -101,10 +95,7 @@ class DenseOps(AheadOps):
         inner, width = params.down.shape[1], params.gate_up.shape[1]
         mid = h.new_empty(h.shape[0], inner)
         args = [h, params.gate_up, mid, float(params.limit), rows, inner, width]
-        after = self._hint
-        self.ahead(params.down)
         self._stream("mlp_gate_up", -(-inner // 8), width, rows, args)
-        self.ahead(*after)
         return self.linear(mid, params.down, rows)
 
     def head(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
@@ -129,15 +120,15 @@ class DenseOps(AheadOps):
         gate, width = self._gate(params.gate), h.shape[1]
         logits = torch.empty(ROW_TILE, count, dtype=torch.float32, device=h.device)
         wide = gate.shape[1]
-        self._stream("router", -(-count // 16), wide, rows, [h, gate, logits, rows, count, width, wide], asks=False)
+        self._stream("router", -(-count // 16), wide, rows, [h, gate, logits, rows, count, width, wide])
         experts = torch.empty(h.shape[0], chosen, dtype=torch.int64, device=h.device)
         weights = torch.empty(h.shape[0], chosen, dtype=torch.float32, device=h.device)
         plan = torch.empty(PLAN_WORDS, dtype=torch.int32, device=h.device)
         shared = params.shared
-        ahead = [t.numel() * t.element_size() if self.prefetch else 0 for t in (shared.gate_up, shared.down)]
+        asked = [t.numel() * t.element_size() if self.prefetch else 0 for t in (shared.gate_up, shared.down)]
         args = [logits, params.bias, experts, weights, plan, count, params.n_group, params.topk_group, chosen]
-        args += [float(params.scale), rows, shared.gate_up, shared.down, *ahead]
-        blocks = 1 + sum(-(-size // AHEAD) for size in ahead)
+        args += [float(params.scale), rows, shared.gate_up, shared.down, *asked]
+        blocks = 1 + sum(-(-size // PREFETCHED) for size in asked)
         self.device.launch("route_select", blocks, MAX_EXPERTS, args)
         return Routing(experts, weights, plan)
 
@@ -185,9 +176,8 @@ class DenseOps(AheadOps):
         per = tiles_per_block(tiles, slots)
         return per, -(-tiles // per)
 
-    def _stream(self, name: str, tiles: int, width: int, rows: int, args: list[Argument], asks: bool = True) -> None:
-        """Launch one of the kernels that walk tiles of a matrix; their last arguments are how many a block has and, of
-        those that ask ahead, the hint."""
+    def _stream(self, name: str, tiles: int, width: int, rows: int, args: list[Argument]) -> None:
+        """Launch one of the kernels that walk tiles of a matrix; their last argument is how many a block has."""
         if not 1 <= rows <= ROW_TILE:
             raise KernelError(f"{rows} rows: a window has 1 to {ROW_TILE}")
         _width("width of a projection", width)
@@ -195,8 +185,7 @@ class DenseOps(AheadOps):
             raise KernelError(f"activations in {args[0].dtype}: the kernels compute in bfloat16")
         warps = warps_for(tiles, width, self.device.properties.num_sms)
         per, blocks = self._deal(name, tiles, width, rows)
-        args = [*args, per, self.hint()] if asks else [*args, per]
-        self.device.launch(_named(name, rows), blocks, warps * 32, args, sums_bytes(warps, rows))
+        self.device.launch(_named(name, rows), blocks, warps * 32, [*args, per], sums_bytes(warps, rows))
 
     def _gate(self, gate: Tensor) -> Tensor:
         """The router's weight as the kernel takes it, made at first use and kept: bf16 [E, D], or, for fp32, three bf16

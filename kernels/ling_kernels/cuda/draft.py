@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.driver import Int64
 from ling_kernels.cuda.sample import BLOCKS
 from ling_kernels.ops import DRAFT_BEST, ROW_TILE, DraftLayerParams, DraftParams, KernelError, Proposal, Sampling
@@ -25,7 +24,7 @@ def draft_bytes() -> int:
     return (WARPS * STAGES + 1) * stage + TILE * (HEAD + 8) * 2 + ROW_TILE * HEAD * 4 + 2 * WARPS * TILE * 4
 
 
-class DraftOps(AheadOps):
+class DraftOps:
     """Contracts in `ling_kernels.ops.Ops`. turns: every other Markov pick walks W2 from its end, where the one before
     left off; asked: steps of that walk that a pick asks for while the token before it is not known yet."""
 
@@ -48,8 +47,6 @@ class DraftOps(AheadOps):
         _check(params)
         live = rows if rows <= ROW_TILE else None  # more of them: a prefill chunk
         norms, weights = self._key_norms(params), [layer.in_proj[params.num_heads * HEAD :] for layer in params.layers]
-        if live is not None:
-            self.ahead(*weights)
         context = self.linear(taps, params.fc, live)
         _, context = self.exchange_norm(None, context, params.hidden_norm, params.eps, live)
         if live is None:
@@ -59,7 +56,6 @@ class DraftOps(AheadOps):
             return
         proj = taps.new_empty(len(weights), taps.shape[0], 2 * params.num_kv_heads * HEAD)
         for index, weight in enumerate(weights):
-            self.ahead(*weights[index + 1 :])
             self.linear(context, weight, live, out=proj[index])
         self._heads(proj, norms, params, cache, rope, positions, rows)
 
@@ -95,17 +91,12 @@ class DraftOps(AheadOps):
         num, partial = x.shape[0], None
         if num > ROW_TILE:
             raise KernelError(f"a draft block of {num} rows: at most {ROW_TILE} are supported")
-        hints = [*[(layer.attention_norm, layer.in_proj) for layer in params.layers[1:]], self._hint]
-        self.ahead()
         for index, layer in enumerate(params.layers):
             x, h = self.exchange_norm(partial, x, layer.attention_norm, params.eps, num)
             proj = self.linear(h, layer.in_proj, num)
-            self.ahead(layer.out_proj, layer.mlp_norm, layer.mlp.gate_up)
             mixed = self._draft_attend(proj, layer, params, cache[index], rope, length)
-            self.ahead(layer.mlp_norm, layer.mlp.gate_up)
             partial = self.linear(mixed, layer.out_proj, num)
             x, h = self.exchange_norm(partial, x, layer.mlp_norm, params.eps, num)
-            self.ahead(*hints[index])
             partial = self.mlp(h, layer.mlp, num)
         return self.exchange_norm(partial, x, params.norm, params.eps, num)[1]
 
@@ -121,7 +112,7 @@ class DraftOps(AheadOps):
         sums = torch.empty(splits, heads * num, HEAD, dtype=torch.float32, device=proj.device)
         stats = torch.empty(splits, heads * num, 2, dtype=torch.float32, device=proj.device)
         args = [sums, stats, proj, cache[0], cache[1], length, layer.q_norm, layer.k_norm, rope, params.rope_dim]
-        args += [int(params.neox), heads, kv, num, cache.shape[1], float(params.eps), HEAD**-0.5 * LOG2_E, self.hint()]
+        args += [int(params.neox), heads, kv, num, cache.shape[1], float(params.eps), HEAD**-0.5 * LOG2_E]
         self.device.launch("draft_attend", (columns, splits), WARPS * 32, args, shared)
         mixed = proj.new_empty(num, heads * HEAD)
         self.device.launch("draft_merge", (heads, num), MERGE_THREADS, [mixed, sums, stats, length, splits])

@@ -21,24 +21,7 @@ class Int64:
     value: int
 
 
-class Ahead(ctypes.Structure):
-    """A launch argument: memory to be asked for, as struct Ahead in arch.cuh."""
-
-    RANGES = 8
-    _fields_ = (("at", ctypes.c_void_p * RANGES), ("bytes", ctypes.c_uint32 * RANGES))
-
-    @classmethod
-    def of(cls, spans: Sequence[tuple[int, int]], most: int) -> Ahead:
-        """The first RANGES spans of addresses, `most` bytes of them in all."""
-        made = cls()
-        for place, (first, end) in enumerate(spans[: cls.RANGES]):
-            taken = min(end - first, most // 16 * 16)
-            made.at[place], made.bytes[place] = first, taken
-            most -= taken
-        return made
-
-
-Argument = Tensor | Int64 | Ahead | int | float | None
+Argument = Tensor | Int64 | int | float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +30,6 @@ class Properties:
 
     arch: str
     num_sms: int
-    l2_bytes: int
     shared_bytes: int
 
 
@@ -154,21 +136,19 @@ class Device:
             raise KernelError(f"{what}: {text.decode() if text else status}")
 
 
-def packed(args: Sequence[Argument]) -> tuple[tuple[int | float | Ahead | None, ...], tuple[type | None, ...]]:
-    """Values and C types of launch arguments; for a structure, which is its own type, the bindings take None."""
+def packed(args: Sequence[Argument]) -> tuple[tuple[int | float, ...], tuple[type, ...]]:
+    """Values and C types of launch arguments."""
     pairs = [_pair(arg) for arg in args]
     return tuple(value for value, _ in pairs), tuple(kind for _, kind in pairs)
 
 
-def _pair(arg: Argument) -> tuple[int | float | Ahead | None, type | None]:
+def _pair(arg: Argument) -> tuple[int | float, type]:
     if arg is None:
         return 0, ctypes.c_void_p
     if isinstance(arg, Tensor):
         return arg.data_ptr(), ctypes.c_void_p
     if isinstance(arg, Int64):
         return arg.value, ctypes.c_longlong
-    if isinstance(arg, Ahead):
-        return arg, None
     if isinstance(arg, bool):
         return int(arg), ctypes.c_int
     return arg, ctypes.c_int if isinstance(arg, int) else ctypes.c_float
@@ -184,7 +164,7 @@ def read_properties(index: int) -> Properties:
         raise KernelError(f"{found.name} is sm_{found.major}{found.minor}: the kernels need sm_80 or newer")
     shared = getattr(found, "shared_memory_per_block_optin", 99 * 1024)
     arch = f"sm_{found.major}{found.minor}"
-    return Properties(arch, found.multi_processor_count, getattr(found, "L2_cache_size", 0), shared)
+    return Properties(arch, found.multi_processor_count, shared)
 
 
 def _driver():

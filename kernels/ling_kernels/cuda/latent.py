@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.driver import Device, Int64
 from ling_kernels.cuda.prefill import prefill_mla
 from ling_kernels.ops import ROW_TILE, KernelError, MlaParams
@@ -59,7 +58,7 @@ def deal_tiles(tiles: int, form: Form) -> tuple[int, int]:
     return most, -(-tiles // -(-tiles // most))
 
 
-class LatentOps(AheadOps):
+class LatentOps:
     """Contracts in `ling_kernels.ops.Ops`. groups: whether attention multiplies by groups of warps where it can, a
     switch for measurements."""
 
@@ -114,7 +113,7 @@ class LatentOps(AheadOps):
         q = proj.new_empty(proj.shape[0], heads, ROW)
         args = [q, cache, proj, proj[:, rank:], width, params.q_norm, params.q_b_proj, rank]
         args += [params.w_uk, Int64(params.w_uk.stride(0)), params.kv_norm, rope, positions, heads, rows]
-        args += [float(params.eps), self.hint()]
+        args += [float(params.eps)]
         self.device.launch("mla_query", heads * LATENT // SLICE, QUERY_THREADS, args, query_bytes())
         return q
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.ahead import AheadOps
 from ling_kernels.cuda.dense import Gated
 from ling_kernels.cuda.driver import Device
 from ling_kernels.ops import ROW_TILE, KdaParams, KdaStaged, KernelError
@@ -18,7 +17,7 @@ SCAN_BYTES = 3 * 16 * (3 * HEAD + 16 + 4) * 4
 PREFILL_ROWS = 2048
 
 
-class RecurrentOps(AheadOps):
+class RecurrentOps:
     """Contracts in `ling_kernels.ops.Ops`. A head's norm is left to the projection that follows (`Gated`)."""
 
     device: Device
@@ -34,7 +33,7 @@ class RecurrentOps(AheadOps):
         out = proj.new_empty(proj.shape[0], heads * HEAD)
         sums = torch.empty(ROW_TILE, heads, SLICES, dtype=torch.float32, device=proj.device)
         inputs = [proj, conv, state, params.conv, params.a_log, params.dt_bias, params.o_norm]
-        args = [out, sums, *staged, *inputs, heads, rows, float(params.lower_bound), self.hint()]
+        args = [out, sums, *staged, *inputs, heads, rows, float(params.lower_bound)]
         self.device.launch(_named("kda_verify_sums", proj), heads * SLICES, THREADS, args)
         self.gated = Gated(out, sums, params.eps)
         return out, KdaStaged(staged.states, staged.inputs[:rows])

@@ -8,7 +8,6 @@ from ling_kernels.reference import dense, draft, kda, mla, moe, sample
 class ReferenceOps:
     """The contracts of `ling_kernels.ops.Ops`, one function each; runs on any torch device, written for the CPU."""
 
-    ahead = staticmethod(dense.ahead)
     embed = staticmethod(dense.embed)
     exchange_norm = staticmethod(dense.exchange_norm)
     linear = staticmethod(dense.linear)

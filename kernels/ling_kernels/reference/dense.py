@@ -32,10 +32,6 @@ def by_pieces(function: Callable[[Tensor], Tensor], x: Tensor, rows: int | None)
     return done[0] if len(done) == 1 else torch.cat(done)
 
 
-def ahead(*tensors: Tensor | None) -> None:
-    """Nothing: a CPU fetches ahead by itself."""
-
-
 def embed(ids: Tensor, table: Tensor) -> Tensor:
     return table.index_select(0, ids)
 

@@ -57,7 +57,6 @@ struct Thread {
 extern Thread* self;
 extern Dim block, grid, threads;
 extern u8* dynamic_shared;
-extern u64 asked;  // bytes that a kernel asked for ahead
 
 void meet(u32 mask);  // all lanes of the warp
 void barrier();       // all threads of the block
@@ -245,25 +244,6 @@ inline uint4 load_settled16(const void* from) { return load_weights(from, true);
 inline void prefetch_l2(const void* from, u32 bytes) {
   if ((uintptr_t(from) | bytes) & 15) emulator::fail("a prefetch is not aligned");
   emulator::check_known(from, bytes);
-}
-constexpr int AHEAD = 8;
-constexpr u32 AHEAD_PIECE = 64;  // small, so that small tensors have several
-struct Ahead {
-  const u8* at[AHEAD];
-  u32 bytes[AHEAD];
-};
-inline void ask_ahead(const Ahead& ahead, u32 block, u32 blocks) {
-  u32 piece = threadIdx.x % WARP * blocks + block;
-  for (int range = 0; range < AHEAD; ++range) {
-    const u32 bytes = ahead.bytes[range], pieces = (bytes + AHEAD_PIECE - 1) / AHEAD_PIECE;
-    for (; piece < pieces; piece += WARP * blocks) {
-      const u32 from = piece * AHEAD_PIECE, left = bytes - from, size = left < AHEAD_PIECE ? left : AHEAD_PIECE;
-      volatile u8 last = ahead.at[range][from + size - 1];  // no argument: out of bounds is a fault here
-      (void)last;
-      emulator::asked += size;
-    }
-    piece -= pieces;
-  }
 }
 inline u32 load_shared_word(const u32* from) { return *from; }
 

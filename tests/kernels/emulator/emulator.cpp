@@ -43,7 +43,6 @@ struct Fiber {
 Thread* self;
 Dim block, grid, threads;
 u8* dynamic_shared;
-u64 asked;
 
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
@@ -229,10 +228,10 @@ void apply(void (*kernel)(A...), void** from) {
   apply(kernel, from, std::index_sequence_for<A...>{});
 }
 
-// One letter an argument: pointer, structure, 32-bit integer, 64-bit integer, fp32.
+// One letter an argument: pointer, 32-bit integer, 64-bit integer, fp32.
 template <class... A>
 std::string kinds(void (*)(A...)) {
-  return std::string{(std::is_pointer_v<A> ? 'p' : std::is_class_v<A> ? 's' : std::is_floating_point_v<A> ? 'f' : sizeof(A) == 8 ? 'l' : 'i')...};
+  return std::string{(std::is_pointer_v<A> ? 'p' : std::is_floating_point_v<A> ? 'f' : sizeof(A) == 8 ? 'l' : 'i')...};
 }
 
 }  // namespace emulator
@@ -245,9 +244,6 @@ extern "C" u8* emulator_allocate(size_t bytes) {
   mprotect(pages + size, PAGE, PROT_NONE);
   return pages + (size - bytes) / 16 * 16;
 }
-
-// Bytes that the last launch asked for ahead.
-extern "C" size_t emulator_asked() { return emulator::asked; }
 
 extern "C" void emulator_free(u8* base, size_t bytes) {
   using namespace emulator;
@@ -271,7 +267,6 @@ extern "C" const char* emulator_launch(
   shared_memory.assign(shared + 16, 0xff);
   dynamic_shared = shared_memory.data() + (-uintptr_t(shared_memory.data()) & 15);
   reason.clear();
-  asked = 0;
   struct sigaction handler = {}, old_segv, old_bus;
   handler.sa_sigaction = on_fault;
   handler.sa_flags = SA_SIGINFO | SA_NODEFER;

@@ -116,30 +116,6 @@ __device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
 #endif
 }
 
-// What later kernels will read: asked for while the memory has nothing else to do. A hint: nothing depends on it, and
-// at worst it reads what is about to change. Filled by the host, which keeps the sum within what L2 can hold.
-constexpr int AHEAD = 8;
-constexpr u32 AHEAD_PIECE = 8192;
-struct Ahead {
-  const u8* at[AHEAD];  // 16-byte aligned
-  u32 bytes[AHEAD];     // multiples of 16
-};
-
-// Called by one warp of each of `blocks` blocks, once its own loads are on their way.
-__device__ __forceinline__ void ask_ahead(const Ahead& ahead, u32 block, u32 blocks) {
-  u32 piece = threadIdx.x % WARP * blocks + block;
-#pragma unroll
-  for (int range = 0; range < AHEAD; ++range) {
-    const u32 bytes = ahead.bytes[range], pieces = (bytes + AHEAD_PIECE - 1) / AHEAD_PIECE;
-#pragma unroll 1
-    for (; piece < pieces; piece += WARP * blocks) {
-      const u32 from = piece * AHEAD_PIECE, left = bytes - from;
-      prefetch_l2(ahead.at[range] + from, left < AHEAD_PIECE ? left : AHEAD_PIECE);
-    }
-    piece -= pieces;
-  }
-}
-
 // Loads that must see what other thread blocks of the same grid wrote (after their fence), and its counterpart.
 __device__ __forceinline__ u32 load_shared_word(const u32* from) {
   u32 v;

@@ -46,14 +46,14 @@ extern "C" __global__ void __launch_bounds__(WARP)
 extern "C" __global__ void __launch_bounds__(DRAFT_THREADS)
     draft_attend(float* sums, float* stats, const bf16* proj, const bf16* keys, const bf16* values, const i64* length,
                  const bf16* q_norm, const bf16* k_norm, const float* rope, int rope_dim, int neox, int query_heads,
-                 int kv_heads, int rows, int capacity, float eps, float scale, Ahead ahead) {
+                 int kv_heads, int rows, int capacity, float eps, float scale) {
   DYNAMIC_SHARED(memory);
   Draft job = {proj, q_norm, k_norm, rope, keys, values, rope_dim, query_heads, kv_heads, rows, capacity};
   const int tiles = gridDim.x / kv_heads;
   job.context = int(load_settled(length));
   job.kv = blockIdx.x / tiles, job.tile = blockIdx.x % tiles;
   job.neox = neox, job.eps = eps, job.scale = scale;
-  draft_mix(job, blockIdx.y, gridDim.y, sums, stats, ahead, *reinterpret_cast<DraftShared*>(memory));
+  draft_mix(job, blockIdx.y, gridDim.y, sums, stats, *reinterpret_cast<DraftShared*>(memory));
 }
 
 // grid: (query heads, rows)

@@ -236,7 +236,7 @@ struct DraftSums {
 // One block: split `split` of `splits`; the last one has the block's own rows too. sums [splits, Hq * rows, 128], stats
 // [splits, Hq * rows, 2] (maximum, weight) fp32, queries key head by key head.
 __device__ __forceinline__ void draft_mix(const Draft& job, int split, int splits, float* sums, float* stats,
-                                             const Ahead& ahead, DraftShared& s) {
+                                             DraftShared& s) {
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
   const int size = draft_split(job.context, splits), end = min((split + 1) * size, job.context);
   const bool own = split == splits - 1;
@@ -273,7 +273,6 @@ __device__ __forceinline__ void draft_mix(const Draft& job, int split, int split
     draft_fetch(job, first_key(step + DRAFT_STAGES), end, s.ring[warp][stage]);
     stage = stage + 1 == DRAFT_STAGES ? 0 : stage + 1;
   }
-  if (warp == 0) ask_ahead(ahead, blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
   copies_wait<0>();
   __syncwarp();
   float* mine = reinterpret_cast<float*>(&s.ring[warp][0]);

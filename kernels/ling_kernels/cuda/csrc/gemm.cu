@@ -131,37 +131,36 @@ constexpr int MAX_HEADS = 64;
 
 template <int NT>
 __device__ __forceinline__ void linear(
-    const bf16* x, const bf16* w, bf16* out, int live, int n, int k, int per, const Ahead& ahead) {
+    const bf16* x, const bf16* w, bf16* out, int live, int n, int k, int per) {
   StoreRows<NT> store = {out, n, live};
-  stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store, ahead);
+  stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
 template <int NT>
 __device__ __forceinline__ void linear_normed(
     const bf16* x, const bf16* w, bf16* out, const float* sums, int slices, float eps, int live, int n, int k,
-    int per, const Ahead& ahead) {
+    int per) {
   __shared__ float factors[MAX_HEADS * ROW_TILE];
   StoreRows<NT> store = {out, n, live};
   const HeadNorm norm = {sums, k / 128, slices, live, eps, factors};
-  stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, norm, store, ahead);
+  stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, norm, store);
 }
 
 template <int NT>
 __device__ __forceinline__ void mlp_gate_up(
-    const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, int per, const Ahead& ahead) {
+    const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, int per) {
   StoreSwiglu<NT> store = {out, inner, live, limit};
-  stream_tiles<NT, false>(GateUp{w, inner, k, per}, Tokens{x, k, k, live}, Plain{}, store, ahead);
+  stream_tiles<NT, false>(GateUp{w, inner, k, per}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
 template <int NT>
 __device__ __forceinline__ void head(
-    const bf16* x, const bf16* w, float* out, float* values, int* ids, int live, int n, int k, int per,
-    const Ahead& ahead) {
+    const bf16* x, const bf16* w, float* out, float* values, int* ids, int live, int n, int k, int per) {
   __shared__ float best[ROW_TILE * 16];
   __shared__ int best_id[ROW_TILE * 16];
   StoreLogits<NT> store = {out, values, ids, n, live, best, best_id};
   store.begin();
-  stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store, ahead);
+  stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
 template <int NT>
@@ -174,8 +173,8 @@ __device__ __forceinline__ void router(
 // x [*, k], w [n, k] -> out [*, n]; `live` rows. Grid: ceil(n / 16 / per). Shared: 2 · warps · 8 NT · PITCH floats.
 #define LINEAR(NAME, NT)                                                                                          \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* w, bf16* out, int live, int n, int k, int per, Ahead ahead) {                    \
-    linear<NT>(x, w, out, live, n, k, per, ahead);                                                                \
+      const bf16* x, const bf16* w, bf16* out, int live, int n, int k, int per) {                                 \
+    linear<NT>(x, w, out, live, n, k, per);                                                                       \
   }
 LINEAR(linear_8, 1)
 LINEAR(linear_16, 2)
@@ -184,8 +183,8 @@ LINEAR(linear_16, 2)
 #define LINEAR_NORMED(NAME, NT)                                                                                   \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
       const bf16* x, const bf16* w, bf16* out, const float* sums, int slices, float eps, int live, int n, int k,  \
-      int per, Ahead ahead) {                                                                                     \
-    linear_normed<NT>(x, w, out, sums, slices, eps, live, n, k, per, ahead);                                      \
+      int per) {                                                                                                  \
+    linear_normed<NT>(x, w, out, sums, slices, eps, live, n, k, per);                                             \
   }
 LINEAR_NORMED(linear_normed_8, 1)
 LINEAR_NORMED(linear_normed_16, 2)
@@ -193,8 +192,8 @@ LINEAR_NORMED(linear_normed_16, 2)
 // x [*, k], w [2 inner, k] rows gate‖up -> out [*, inner]. Grid: ceil(inner / 8 / per).
 #define MLP_GATE_UP(NAME, NT)                                                                                     \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, int per, Ahead ahead) {   \
-    mlp_gate_up<NT>(x, w, out, limit, live, inner, k, per, ahead);                                                \
+      const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, int per) {                \
+    mlp_gate_up<NT>(x, w, out, limit, live, inner, k, per);                                                       \
   }
 MLP_GATE_UP(mlp_gate_up_8, 1)
 MLP_GATE_UP(mlp_gate_up_16, 2)
@@ -202,9 +201,8 @@ MLP_GATE_UP(mlp_gate_up_16, 2)
 // x [*, k], w [n, k] -> out [*, n] fp32, and each block's best: values, ids [blocks, ROW_TILE].
 #define HEAD(NAME, NT)                                                                                            \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* w, float* out, float* values, int* ids, int live, int n, int k, int per,         \
-      Ahead ahead) {                                                                                              \
-    head<NT>(x, w, out, values, ids, live, n, k, per, ahead);                                                     \
+      const bf16* x, const bf16* w, float* out, float* values, int* ids, int live, int n, int k, int per) {       \
+    head<NT>(x, w, out, values, ids, live, n, k, per);                                                            \
   }
 HEAD(head_8, 1)
 HEAD(head_16, 2)

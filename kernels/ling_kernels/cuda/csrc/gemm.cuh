@@ -105,7 +105,7 @@ struct Plain {
 // by all threads after a barrier, finish() at the end. Shared memory: sums_of.
 template <int NT, bool WRAP, class Source, class Factor, class Epilogue>
 __device__ __forceinline__ void stream_tiles(
-    const Source& source, const Tokens& tokens, const Factor& factor, Epilogue& epilogue, const Ahead& asked = {}) {
+    const Source& source, const Tokens& tokens, const Factor& factor, Epilogue& epilogue) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
   const int group = lane / 4, column = lane % 4 * 8;
@@ -145,7 +145,6 @@ __device__ __forceinline__ void stream_tiles(
       const bool last = batch + 1 == batches;
       const bool more = !last || tile + source.step < end;
       if (last && more) rows = source.rows(tile + source.step, group);
-      if (!more && warp == 0) ask_ahead(asked, blockIdx.x, gridDim.x);
       const int ahead = last ? 0 : batch + 1;
 #pragma unroll
       for (int s = 0; s < DEPTH; ++s) {

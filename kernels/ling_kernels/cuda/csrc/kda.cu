@@ -8,11 +8,11 @@
   extern "C" __global__ void __launch_bounds__(KDA_THREADS)                                                        \
       name(bf16* out, float* sums, float* records, bf16* raw, const bf16* proj, const bf16* history,               \
            const float* state, const bf16* conv, const float* a_log, const float* dt_bias, const bf16* o_norm,     \
-           int heads, int rows, float lower_bound, Ahead ahead) {                                                  \
+           int heads, int rows, float lower_bound) {                                                               \
     __shared__ KdaVerifyShared shared;                                                                             \
     const KdaVerify job{{proj, history, heads, lower_bound}, state, conv, a_log, dt_bias, o_norm, out, sums,       \
                         records, raw, rows};                                                                       \
-    kda_verify<even>(job, blockIdx.x / KDA_SLICES, blockIdx.x % KDA_SLICES, ahead, shared);                        \
+    kda_verify<even>(job, blockIdx.x / KDA_SLICES, blockIdx.x % KDA_SLICES, shared);                               \
   }
 KDA_VERIFY(kda_verify_sums, true)
 KDA_VERIFY(kda_verify_sums_uneven, false)

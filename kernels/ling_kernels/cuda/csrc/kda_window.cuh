@@ -141,8 +141,7 @@ struct KdaVerifyRows {
 
 // Block (head, slice): raw projections to gated output that lacks its norm, which needs all eight slices of a head.
 template <bool EVEN>
-__device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int slice, const Ahead& ahead,
-                                           KdaVerifyShared& s) {
+__device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int slice, KdaVerifyShared& s) {
   const KdaSource& source = job.source;
   const KdaOwn own(head, slice);
   const int inner = source.inner(), rows = job.rows;
@@ -159,7 +158,6 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
   wait_for_producer();
   let_next_start();
   kda_load_window<EVEN>(loaded, source, own, rows);
-  if (own.warp == KDA_WARPS - 1) ask_ahead(ahead, blockIdx.x, gridDim.x);
   kda_join(loaded, own);
 
 #pragma unroll

@@ -8,12 +8,12 @@
 extern "C" __global__ void __launch_bounds__(QUERY_THREADS, 1)
     mla_query(bf16* q, bf16* cache, const bf16* query, const bf16* latent, int stride, const bf16* q_norm,
               const bf16* q_b, int rank, const bf16* w_uk, i64 head_stride, const bf16* kv_norm, const float* rope,
-              const i64* positions, int heads, int rows, float eps, Ahead ahead) {
+              const i64* positions, int heads, int rows, float eps) {
   DYNAMIC_SHARED(memory);
   const int head = blockIdx.x / MLA_SLICES;
   const MlaSource source{query, stride, q_norm, q_b, rank, eps};
   mla_absorb(source, {latent, kv_norm, cache}, w_uk + head * head_stride, rope, load_settled(positions), q, heads, head,
-             blockIdx.x % MLA_SLICES, rows, ahead, *reinterpret_cast<MlaQueryShared*>(memory));
+             blockIdx.x % MLA_SLICES, rows, *reinterpret_cast<MlaQueryShared*>(memory));
 }
 
 __device__ __forceinline__ Attend attend_job(const bf16* q, const bf16* cache, const i64* positions, int heads, int rows,

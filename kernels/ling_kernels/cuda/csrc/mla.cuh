@@ -181,7 +181,7 @@ struct MlaEntries {
 // w_uk: this head's [128, 512]. q [16, H, 576]. position: of the first row, settled.
 __device__ __forceinline__ void mla_absorb(const MlaSource& source, const MlaEntries& entries, const bf16* w_uk,
                                            const float* rope, i64 position, bf16* q, int heads, int head, int slice,
-                                           int rows, const Ahead& ahead, MlaQueryShared& s) {
+                                           int rows, MlaQueryShared& s) {
   constexpr int PIECES = MLA_SLICE / 8, TURNS = ROW_TILE / SPARE_WARPS, COLUMNS = MLA_SLICE / MLA_WARPS;
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, matrix = lane / 8;
   const bool low_rank = source.q_b != nullptr;
@@ -207,7 +207,6 @@ __device__ __forceinline__ void mla_absorb(const MlaSource& source, const MlaEnt
     sine[i] = load_settled(rope + (position + r) * MLA_ROPE + MLA_ROPE / 2 + lane);
   }
   if (entry < rows) row.prepare(entries.norm, rope + (position + entry) * MLA_ROPE);
-  if (warp == 0) ask_ahead(ahead, blockIdx.x, gridDim.x);
   wait_for_producer();
   let_next_start();
   if (low_rank) {

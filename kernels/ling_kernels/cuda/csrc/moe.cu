@@ -120,18 +120,17 @@ __device__ __forceinline__ void write_plan(const Choice& choice, int live, int c
 }
 
 // logits [*, experts] fp32 -> experts [*, chosen], weights [*, chosen], plan. Grid: 1, and blocks that do nothing but
-// ask for `ahead` bytes at each of two addresses, 16 KB a block: the memory is idle meanwhile. Block: MAX_EXPERTS
-// threads.
+// ask for the bytes at two addresses, 16 KB a block: the memory is idle meanwhile. Block: MAX_EXPERTS threads.
 extern "C" __global__ void __launch_bounds__(MAX_EXPERTS) route_select(
     const float* logits, const float* bias, i64* experts, float* weights, u32* plan, int num_experts, int groups,
-    int allowed_groups, int chosen, float scale, int live, const u8* ahead_a, const u8* ahead_b, int bytes_a,
+    int allowed_groups, int chosen, float scale, int live, const u8* asked_a, const u8* asked_b, int bytes_a,
     int bytes_b) {
   if (blockIdx.x > 0) {
     if (threadIdx.x == 0) {
       const int per = 16384, blocks_a = (bytes_a + per - 1) / per, at = blockIdx.x - 1;
       const int offset = (at < blocks_a ? at : at - blocks_a) * per;
       const int left = (at < blocks_a ? bytes_a : bytes_b) - offset;
-      if (left > 0) prefetch_l2((at < blocks_a ? ahead_a : ahead_b) + offset, u32(min(left, per)));
+      if (left > 0) prefetch_l2((at < blocks_a ? asked_a : asked_b) + offset, u32(min(left, per)));
     }
     wait_for_producer();
     let_next_start();
