@@ -88,10 +88,7 @@ def time_mla(ops: CudaOps, heads: int, rank: int, context: int, rows: int) -> It
         low = (weight(rank), weight(heads * 192, rank)) if rank else (None, None)
         params = MlaParams(up, *low, weight(512), up[:, :128], up[:, 128:], up, heads, 64, 1e-6)
         calls.append(_call(ops.mla, proj, weight(capacity, 576), table, positions, params, rows, capacity))
-    for groups in (True, False):
-        ops.groups = groups
-        yield Timing(f"mla, all its launches{'' if groups else ', by single warps'}", rows, size, time_graph(calls))
-    ops.groups = True
+    yield Timing("mla, all its launches", rows, size, time_graph(calls))
 
 
 def time_sampling(ops: CudaOps, vocab: int, rows: int) -> Iterator[Timing]:

@@ -68,17 +68,6 @@ def test_mla_of_a_gpu_with_little_shared_memory(place: Place) -> None:
         place.ops.device.properties = properties
 
 
-def test_mla_by_single_warps(place: Place) -> None:
-    """The form for other architectures with as much shared memory; on those it is what every test runs."""
-    place.ops.groups = False
-    try:
-        for rows in (1, 3, 9):
-            checks.check_mla(place, 16, 256, 8000, rows)
-        checks.check_mla_bits(place, 16, 2108, (3, 8))
-    finally:
-        place.ops.groups = True
-
-
 @pytest.mark.parametrize("heads", [8, 16])
 @pytest.mark.parametrize("length", [100, 2107, 4219, 8188])
 def test_mla_bits_at_any_width(place: Place, heads: int, length: int) -> None:

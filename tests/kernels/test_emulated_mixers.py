@@ -11,7 +11,7 @@ import device_mixers as checks
 from device_checks import Place
 from emulator import ORDERS, EmulatedDevice
 from ling_kernels.cuda import CudaOps
-from ling_kernels.cuda.latent import GROUP, LARGE, SMALL, Form, attend_bytes, deal_tiles
+from ling_kernels.cuda.latent import LARGE, SMALL, Form, attend_bytes, deal_tiles
 from ling_kernels.ops import ROW_TILE, KernelError
 from ling_kernels.reference import sample
 from settled import SETTLED, SettledDevice
@@ -53,7 +53,7 @@ def test_kda_prefill_in_parts(place: Place, monkeypatch: pytest.MonkeyPatch) -> 
     ("heads", "rank", "length", "rows"),
     [(2, 0, 0, 1), (2, 0, 126, 5), (3, 48, 70, 3), (17, 264, 65, 2), (1, 0, 191, 16), (8, 8, 2110, 5), (9, 0, 30, 16)],
 )
-@pytest.mark.parametrize("form", [GROUP, LARGE, SMALL], ids=["group", "large", "small"])
+@pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
 def test_mla(device: EmulatedDevice, heads: int, rank: int, length: int, rows: int, form: Form) -> None:
     place = Place(with_form(device, form), "cpu", device.constant)
     checks.check_mla(place, heads, rank, length, rows)
@@ -64,24 +64,23 @@ def test_mla(device: EmulatedDevice, heads: int, rank: int, length: int, rows: i
 def with_form(device: EmulatedDevice, form: Form) -> CudaOps:
     """Ops for a device that gives a block as much shared memory as the form needs and no more."""
     shared = max(attend_bytes(form, tiles) for tiles in form.tiles)
-    device.properties = replace(device.properties, shared_bytes=shared, arch="sm_90" if form.group else "sm_80")
+    device.properties = replace(device.properties, shared_bytes=shared)
     return CudaOps(device)
 
 
-@pytest.mark.parametrize("form", [GROUP, LARGE, SMALL], ids=["group", "large", "small"])
+@pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
 def test_mla_bits_at_any_width(device: EmulatedDevice, form: Form) -> None:
     checks.check_mla_bits(Place(with_form(device, form), "cpu", device.constant), 8, 123, (3, 8, 14))
 
 
-@pytest.mark.parametrize("form", [GROUP, LARGE, SMALL], ids=["group", "large", "small"])
+@pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
 def test_mla_bits_where_the_splits_grow(device: EmulatedDevice, form: Form) -> None:
     """Position 2112 is the first whose keys are split in larger pieces: its neighbours keep theirs."""
     checks.check_mla_bits(Place(with_form(device, form), "cpu", device.constant), 3, 2108, (8,))
 
 
-@pytest.mark.parametrize("form", [GROUP, LARGE], ids=["group", "large"])
-def test_mla_of_splits_of_several_chunks(device: EmulatedDevice, form: Form) -> None:
-    place = Place(with_form(device, form), "cpu", device.constant)
+def test_mla_of_splits_of_several_chunks(device: EmulatedDevice) -> None:
+    place = Place(with_form(device, LARGE), "cpu", device.constant)
     checks.check_mla(place, 1, 0, 8600, 1)
 
 
@@ -195,7 +194,6 @@ def test_in_another_order_of_threads_the_results_hold(
     checks.check_kda_window(place, 1, 9)
     checks.check_kda_prefill(place, 1, 19)
     checks.check_mla(place, 16, 48, 126, 7)
-    checks.check_mla(Place(with_form(device, GROUP), "cpu", device.constant), 16, 48, 126, 7)
     checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[0]), 4)
     for words, span in ((SAMPLINGS[0], 16), (SAMPLINGS[3], 0), (SAMPLINGS[4], 16)):
         checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *words), 2, thorough=False, span=span)

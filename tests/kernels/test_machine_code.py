@@ -67,16 +67,6 @@ def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path) -> None:
     assert rows == 16 + 2 + 4 + 2  # q or k, decay, v, gate and beta
 
 
-def test_attention_by_groups_sends_its_products_together(tmp_path: Path) -> None:
-    """The compiler waits after every product of a group where it cannot follow the sums' registers."""
-    kernels = disassembled(compile_unit("mla", "sm_90")[0], tmp_path)
-    for tiles in (1, 3, 5):
-        code = kernels[f"mla_attend_group_{tiles}"]
-        products = sum(f"HGMMA.64x{16 * tiles}x16" in line for line in code)
-        assert products >= 36 + 4  # a row's columns, by 16; value tiles of a step of the keys
-        assert sum("WARPGROUP.DEPBAR" in line for line in code) == 3
-
-
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
 def test_a_merge_asks_for_all_splits_at_once(arch: str, tmp_path: Path) -> None:
     code = disassembled(compile_unit("mla", arch)[0], tmp_path)["mla_merge"]

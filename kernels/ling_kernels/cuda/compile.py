@@ -17,8 +17,6 @@ from ling_kernels.ops import KernelError
 SOURCES = Path(__file__).parent / "csrc"
 # what the code is tested to compile for; other architectures from sm_80 on are compiled just the same
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
-# targets that also know what only this architecture has; their code runs nowhere else, as a cubin's does anyhow
-TARGETS = {"sm_90": "sm_90a"}
 OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--generate-line-info")
 
 ProgressFn = Callable[[str, int, int], None]
@@ -60,7 +58,7 @@ def compile_unit(unit: str, arch: str) -> tuple[bytes, str]:
     status, program = nvrtc.nvrtcCreateProgram(source, f"{unit}.cu".encode(), len(headers), texts, names)
     _check(nvrtc, status, "cannot start")
     try:
-        options = [option.encode() for option in (f"--gpu-architecture={TARGETS.get(arch, arch)}", *OPTIONS)]
+        options = [option.encode() for option in (f"--gpu-architecture={arch}", *OPTIONS)]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode(errors="replace")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -98,7 +96,7 @@ def _read(size_of: Callable, get: Callable, program: object) -> bytes:
 
 
 def _key(unit: str, arch: str, version: str) -> str:
-    digest = hashlib.sha256("\0".join((TARGETS.get(arch, arch), version, *OPTIONS)).encode())
+    digest = hashlib.sha256("\0".join((arch, version, *OPTIONS)).encode())
     for path in (SOURCES / f"{unit}.cu", *sorted(SOURCES.glob("*.cuh"))):
         digest.update(b"\0" + path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:24]

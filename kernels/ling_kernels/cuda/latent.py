@@ -16,30 +16,24 @@ ROW, QUERY = LATENT + ROPE, NOPE + ROPE
 SLICE, QUERY_THREADS, QUERY_RANK, THREADS = 256, 384, 256, 256
 SPLITS, TILE, PART, ATTEND_WARPS = 66, 16, 192, 8  # as in attend.cuh
 MERGE_RUNS, MERGE_COLUMNS = 8, 256
-GROUP_PART = 18  # as in attend_group.cuh
 
 
 class Form(NamedTuple):
-    """Keys of a chunk, which fix the order of sums, and how many query tiles the kernels for it may have; group: of
-    the kernels that multiply by groups of warps."""
+    """Keys of a chunk, which fix the order of sums, and how many query tiles the kernels for it may have."""
 
     keys: int
     tiles: tuple[int, ...]
-    group: bool = False
 
     def kernel(self, tiles: int) -> str:
-        return f"mla_attend_{'group' if self.group else self.keys}_{tiles}"
+        return f"mla_attend_{self.keys}_{tiles}"
 
 
 LARGE, SMALL = Form(128, (1, 3, 5)), Form(64, (1,))  # by the shared memory that a block may have
-GROUP = Form(128, (1, 3, 5), group=True)  # on sm_90 alone
 
 
 def attend_bytes(form: Form, tiles: int) -> int:
-    """sizeof(AttendShared) in attend.cuh, or of GroupShared in attend_group.cuh."""
+    """sizeof(AttendShared) in attend.cuh."""
     rows, keys, stats = tiles * TILE, form.keys, tiles * TILE * 4 * (2 * ATTEND_WARPS + 5)
-    if form.group:
-        return ROW // 8 * (keys + 1) * 16 + (3 if tiles > 3 else 4) * GROUP_PART * (rows + 1) * 16 + stats
     buffers = 2 if tiles > 3 else 3
     weights = (1 if buffers == 2 else rows) * (keys + 8)
     halves = keys * (ROW + 8) + buffers * rows * (PART + 8) + weights
@@ -59,11 +53,9 @@ def deal_tiles(tiles: int, form: Form) -> tuple[int, int]:
 
 
 class LatentOps:
-    """Contracts in `ling_kernels.ops.Ops`. groups: whether attention multiplies by groups of warps where it can, a
-    switch for measurements."""
+    """Contracts in `ling_kernels.ops.Ops`."""
 
     device: Device
-    groups = True
 
     def mla(
         self, proj: Tensor, cache: Tensor, rope: Tensor, positions: Tensor, params: MlaParams, rows: int, extent: int
@@ -91,11 +83,8 @@ class LatentOps:
         return out
 
     def _form(self) -> Form:
-        properties = self.device.properties
-        for form, offered in ((GROUP, self.groups and properties.arch == "sm_90"), (LARGE, True)):
-            if offered and max(attend_bytes(form, tiles) for tiles in form.tiles) <= properties.shared_bytes:
-                return form
-        return SMALL
+        most = max(attend_bytes(LARGE, tiles) for tiles in LARGE.tiles)
+        return LARGE if most <= self.device.properties.shared_bytes else SMALL
 
     def _end_of(self, positions: Tensor) -> int:
         """One more than the last position of a prefill chunk, read once for all layers: the host waits for it."""

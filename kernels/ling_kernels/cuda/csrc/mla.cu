@@ -1,5 +1,4 @@
 // MLA launches: projections to queries and cache rows, attention by splits, merge, value projection with gate.
-#include "attend_group.cuh"
 #include "mla.cuh"
 
 // grid: H * MLA_SLICES. query: rows of the projection (of `stride`), low-rank if there is a q_b; latent: where their
@@ -35,22 +34,6 @@ MLA_ATTEND(128, 1)
 MLA_ATTEND(128, 3)
 MLA_ATTEND(128, 5)
 MLA_ATTEND(64, 1)  // where a block may have 99 KB of shared memory
-
-#ifdef WARP_GROUPS
-// The same by groups of warps.
-#define MLA_ATTEND_GROUP(tiles)                                                                                      \
-  extern "C" __global__ void __launch_bounds__(ATTEND_THREADS, 1) mla_attend_group_##tiles(                          \
-      bf16* partial, float* stats, const bf16* q, const bf16* cache, const i64* positions, int heads, int rows,      \
-      int together, int capacity, float scale) {                                                                     \
-    DYNAMIC_SHARED(memory);                                                                                          \
-    attend_by_groups(attend_job(q, cache, positions, heads, rows, together, capacity), blockIdx.x, scale, partial,   \
-                     stats, *reinterpret_cast<GroupShared<16 * tiles>*>(memory));                                    \
-  }
-
-MLA_ATTEND_GROUP(1)
-MLA_ATTEND_GROUP(3)
-MLA_ATTEND_GROUP(5)
-#endif
 
 // grid: (H, rows, latent columns / MERGE_COLUMNS)
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS, 1)
