@@ -11,9 +11,8 @@ from ling_kernels.cuda.driver import Argument
 # and values below the window, positions, length; norms side by side since their first use; the residual stream, to
 # which a partial is added; the plan of the experts)
 SETTLED = {
-    "exchange_norm": (1,),
-    "experts_down_8": (3,),
-    "experts_down_16": (3,),
+    "exchange_norm": (3,),
+    **{f"experts_down_{form}": (3,) for form in ("8_5", "8_7", "8_9", "16_4", "16_5", "16_6", "16_7")},
     "kda_verify_sums": (5, 6),
     "kda_verify_sums_uneven": (5, 6),
     "mla_query": (12,),

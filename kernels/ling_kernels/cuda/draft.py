@@ -103,7 +103,7 @@ class DraftOps(AheadOps):
             self.ahead(layer.out_proj, layer.mlp_norm, layer.mlp.gate_up)
             mixed = self._draft_attend(proj, layer, params, cache[index], rope, length)
             self.ahead(layer.mlp_norm, layer.mlp.gate_up)
-            partial = self.linear(mixed, layer.out_proj, num)
+            partial = self.linear_partial(mixed, layer.out_proj, num)
             x, h = self.exchange_norm(partial, x, layer.mlp_norm, params.eps, num)
             self.ahead(*hints[index])
             partial = self.mlp(h, layer.mlp, num)
