@@ -40,6 +40,14 @@ class Place:
         return made
 
 
+def whole(partial: Tensor) -> Tensor:
+    """What a partial adds to the residual stream, [R, D]: parts are added in their order."""
+    total = partial if partial.ndim == 2 else partial[0]
+    for part in partial[1:] if partial.ndim == 3 else ():
+        total = total + part
+    return total
+
+
 def assert_near(got: Tensor, want: Tensor, what: str, bound: float = RELATIVE) -> None:
     """Relative error in norm below the bound, row by row; anything that is not finite fails."""
     assert got.shape == want.shape, f"{what}: {tuple(got.shape)}, expected {tuple(want.shape)}"
@@ -69,9 +77,10 @@ def check_embed(place: Place, width: int) -> None:
 def check_exchange_norm(place: Place, width: int, rows: int) -> None:
     x, partial = place.rand(ROW_TILE, width, seed=3, scale=3.0), place.rand(ROW_TILE, width, seed=4)
     weight = place.weight(width, seed=5)
-    for part in (partial, None):
+    several = torch.stack([place.rand(ROW_TILE, width, seed=seed).float() / 3 for seed in range(40, 45)])
+    for part in (partial, None, several):
         total, h = place.ops.exchange_norm(part, x, weight, 1e-6, rows)
-        want_total, want = dense.exchange_norm(part, x, weight, 1e-6)
+        want_total, want = dense.exchange_norm(None if part is None else whole(part), x, weight, 1e-6)
         assert_bits(total[:rows], want_total[:rows], "residual stream")
         assert_near(h[:rows], want[:rows], "norm")
 
@@ -79,14 +88,16 @@ def check_exchange_norm(place: Place, width: int, rows: int) -> None:
 def check_linear(place: Place, n: int, width: int, rows: int) -> None:
     x, weight = place.rand(ROW_TILE, width, seed=6), place.weight(n, width, seed=7)
     got = place.ops.linear(x, weight, rows)
-    assert_near(got[:rows], (x.float() @ weight.float().t())[:rows], f"linear {n} x {width}")
+    want = (x.float() @ weight.float().t())[:rows]
+    assert_near(got[:rows], want, f"linear {n} x {width}")
+    assert_near(whole(place.ops.linear_partial(x, weight, rows))[:rows], want, f"parts of {n} x {width}", KEPT)
 
 
 def check_mlp(place: Place, inner: int, width: int, limit: float, rows: int) -> None:
     x = place.rand(ROW_TILE, width, seed=8, scale=3.0)
     params = MlpParams(place.weight(2 * inner, width, seed=9), place.weight(width, inner, seed=10), limit)
     wide = MlpParams(params.gate_up.float(), params.down.float(), limit)
-    got = place.ops.mlp(x, params, rows)
+    got = whole(place.ops.mlp(x, params, rows))
     assert_near(got[:rows], dense.mlp(x.float(), wide)[:rows], f"mlp {inner} x {width}")
 
 
@@ -171,9 +182,9 @@ def check_experts(place: Place, params: MoeParams, rows: int) -> None:
     wide = replace(params, gate_up=params.gate_up.float(), down=params.down.float(), shared=shared)
     known = Routing(routing.experts[:rows], routing.weights[:rows])
     want = moe.experts(x[:rows].float(), known, wide, rows)
-    got = place.ops.experts(x, routing, params, rows)
+    got = whole(place.ops.experts(x, routing, params, rows))
     assert_near(got[:rows], want, "experts")
-    elsewhere = place.ops.experts(x, Routing(routing.experts, routing.weights), params, rows)
+    elsewhere = whole(place.ops.experts(x, Routing(routing.experts, routing.weights), params, rows))
     assert_bits(elsewhere[:rows], got[:rows], "experts by a routing made elsewhere")
 
 
@@ -182,7 +193,7 @@ def check_unchosen_experts_are_dropped(place: Place, params: MoeParams) -> None:
     width = params.gate.shape[1]
     x = place.rand(ROW_TILE, width, seed=24)
     routing = place.ops.route(x, params, 1)
-    alone = place.ops.experts(x, routing, params, 1)[:1].clone()
+    alone = whole(place.ops.experts(x, routing, params, 1))[:1].clone()
     count = params.gate.shape[0]
     chosen = routing.experts[0].tolist()
     others = [e for e in range(count) if e not in chosen][: params.experts_per_token]
@@ -194,7 +205,7 @@ def check_unchosen_experts_are_dropped(place: Place, params: MoeParams) -> None:
     gate_up = params.gate_up.clone()
     gate_up[others] = torch.inf
     place.constant(gate_up)
-    got = place.ops.experts(x, both, replace(params, gate_up=gate_up), 2)
+    got = whole(place.ops.experts(x, both, replace(params, gate_up=gate_up), 2))
     assert_bits(got[:1], alone, "row beside one that overflows")
     assert not got[1].isfinite().all()
 
@@ -205,6 +216,7 @@ def check_prefetch_changes_nothing(place: Place, params: MoeParams, silent: Any)
     place.constant(place.ops._gate(params.gate), silent._gate(params.gate))
     for rows in (1, 9):
         got, want = (
-            ops.experts(x, ops.route(x, params, rows), params, rows)[:rows].clone() for ops in (place.ops, silent)
+            whole(ops.experts(x, ops.route(x, params, rows), params, rows))[:rows].clone()
+            for ops in (place.ops, silent)
         )
         assert_bits(got, want, "experts with and without prefetch")

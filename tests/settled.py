@@ -11,7 +11,7 @@ from ling_kernels.cuda.driver import Argument
 # and values below the window, positions, length; norms side by side since their first use; the residual stream, to
 # which a partial is added; the plan of the experts)
 SETTLED = {
-    "exchange_norm": (1,),
+    "exchange_norm": (3,),
     "experts_down_8": (3,),
     "experts_down_16": (3,),
     "kda_verify_sums": (5, 6),

@@ -210,14 +210,19 @@ class Ops(Protocol):
     def exchange_norm(
         self, partial: Tensor | None, x: Tensor, weight: Tensor, eps: float, rows: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Sum `partial` [R, D] over ranks in rank order, add it to x [R, D], and RMS-normalise: the new x and h.
+        """Sum `partial` over ranks in rank order, add it to x [R, D], and RMS-normalise: the new x and h.
 
-        Statistics in fp32. partial None: only the norm. Source: ling3-model.md section 4.
+        partial: [R, D] act or, where a device leaves a window's sums in parts, those [S, R, D] in fp32, which are added
+        in order. Statistics in fp32. partial None: only the norm. Source: ling3-model.md section 4.
         """
         ...
 
     def linear(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
         """h [R, k] act @ weight [n, k]^T -> [R, n] act, accumulated in fp32."""
+        ...
+
+    def linear_partial(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
+        """The same product as a partial: a tensor that only exchange_norm reads."""
         ...
 
     def kda_verify(
@@ -261,7 +266,7 @@ class Ops(Protocol):
         ...
 
     def mlp(self, h: Tensor, params: MlpParams, rows: int | None = None) -> Tensor:
-        """SwiGLU [R, D] -> partial [R, D] act. Source: ling3-model.md 4.4 to 4.6."""
+        """SwiGLU [R, D] -> partial (see exchange_norm). Source: ling3-model.md 4.4 to 4.6."""
         ...
 
     def route(self, h: Tensor, params: MoeParams, rows: int | None = None) -> Routing:
@@ -269,8 +274,8 @@ class Ops(Protocol):
         ...
 
     def experts(self, h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
-        """Chosen experts and the shared one, summed in fp32: partial [R, D] act. rows None: a prefill chunk, where
-        the host may look at the routing."""
+        """Chosen experts and the shared one, summed in fp32: a partial (see exchange_norm). rows None: a prefill
+        chunk, where the host may look at the routing."""
         ...
 
     def head(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:

@@ -104,7 +104,7 @@ class Row:
 
 def label(call: Call) -> str:
     """What the calls of one kind have in common."""
-    if call.name in ("linear", "head"):
+    if call.name in ("linear", "linear_partial", "head"):
         return f"{call.name} {call.args[1].shape[0]} x {call.args[1].shape[1]}"
     return call.name
 
@@ -121,7 +121,7 @@ def op_bytes(call: Call, context: int) -> float:
         case "exchange_norm":
             _, x, weight, _, rows = args
             return size * (4 * (rows or x.shape[0]) * x.shape[1] + weight.numel())
-        case "linear" | "head":
+        case "linear" | "linear_partial" | "head":
             h, weight = args[:2]
             rows = (args[2] if len(args) > 2 else None) or h.shape[0]
             out = 4 if call.name == "head" else size

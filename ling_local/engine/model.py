@@ -52,7 +52,7 @@ def forward(
             live = ids.shape[0] if rows is None else rows
             o = ops.mla(proj, state.latent[mla], state.rope, positions, layer.attention, live, state.extent)
             mla += 1
-        partial = ops.linear(o, layer.attention.out_proj, rows)
+        partial = ops.linear_partial(o, layer.attention.out_proj, rows)
         x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps, rows)
         partial = feed_forward(ops, h, layer, rows)
     x, last = ops.exchange_norm(partial, x, weights.norm, eps, rows)

@@ -17,7 +17,7 @@ from ling_kernels.cuda.compile import compile_unit
 
 # 16-byte loads of a thread that stand before the wait: DEPTH chunks of two weight rows
 EARLY = {
-    "gemm": ("linear", "linear_normed", "mlp_gate_up", "head", "router"),
+    "gemm": ("linear", "mlp_gate_up", "head", "router"),
     "moe": ("experts_gate_up", "experts_down"),
 }
 WIDE = re.compile(r"LDG\S*\.128")

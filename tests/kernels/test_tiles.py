@@ -58,7 +58,7 @@ def test_published_shapes_keep_enough_on_the_way(count: int, width: int) -> None
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16])
 def test_the_sums_fit_into_what_a_block_has_without_asking(rows: int) -> None:
-    largest_static = 4096  # of linear_normed
+    largest_static = 4096  # of linear_part_normed
     assert tiles.sums_bytes(tiles.MAX_WARPS, rows) + largest_static <= 48 * 1024
 
 

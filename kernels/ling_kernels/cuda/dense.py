@@ -10,7 +10,15 @@ from torch import Tensor
 
 from ling_kernels.cuda.driver import Argument, Device
 from ling_kernels.cuda.prefill import prefill_experts, prefill_mlp
-from ling_kernels.cuda.tiles import sums_bytes, tiles_per_block, warps_for, warps_for_down
+from ling_kernels.cuda.tiles import (
+    PART_WARPS,
+    down_shape,
+    part_width,
+    parts_for,
+    sums_bytes,
+    tiles_per_block,
+    warps_for,
+)
 from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, MoeParams, Routing
 from ling_kernels.reference import dense as reference
 from ling_kernels.reference import moe as reference_moe
@@ -68,26 +76,49 @@ class DenseOps:
     ) -> tuple[Tensor, Tensor]:
         width = _width("hidden size", x.shape[1], MAX_WIDTH)
         total, h = (x if partial is None else torch.empty_like(x)), torch.empty_like(x)
-        args = [partial, x, weight, total, h, width, float(eps), int(self.early_norm)]
+        args = [*parts_of(partial), x, weight, total, h, width, float(eps), int(self.early_norm)]
         self.device.launch("exchange_norm", x.shape[0] if rows is None else rows, _threads(width), args)
         return total, h
 
     def linear(self, h: Tensor, weight: Tensor, rows: int | None = None, out: Tensor | None = None) -> Tensor:
         """out: where to, [R, n], for a window."""
-        gated, self.gated = self.gated, None
-        lacks_norm = gated is not None and gated.o is h
+        if self._take_norm(h) is not None:
+            raise KernelError("KDA's window output lacks its norm: only linear_partial applies it")
         if rows is None:
-            if lacks_norm:
-                raise KernelError("a projection of KDA's window output was asked for without its rows")
             return reference.linear(h, weight)
         n, width = weight.shape
         out = h.new_empty(h.shape[0], n) if out is None else out
-        name = "linear_normed" if lacks_norm else "linear"
-        norm = [gated.sums, gated.sums.shape[2], float(gated.eps)] if lacks_norm else []
-        if lacks_norm and (width % 128 or width // 128 > MAX_HEADS):
-            raise KernelError(f"KDA output of {width} values: the kernels need heads of 128, at most {MAX_HEADS}")
-        self._stream(name, -(-n // 16), width, rows, [h, weight, out, *norm, rows, n, width])
+        self._stream("linear", -(-n // 16), width, rows, [h, weight, out, rows, n, width])
         return out
+
+    def linear_partial(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
+        """A window's in parts [S, R, n] fp32."""
+        norm = self._take_norm(h)
+        if rows is None:
+            if norm is not None:
+                raise KernelError("a projection of KDA's window output was asked for without its rows")
+            return reference.linear(h, weight)
+        _check_window(h, rows)
+        n, width = weight.shape
+        _width("width of a projection", width)
+        tiles = -(-n // 16)
+        part = part_width(width, parts_for(tiles, width, self.device.properties.num_sms))
+        parts = -(-width // part)
+        out = torch.empty(parts, h.shape[0], n, dtype=torch.float32, device=h.device)
+        name, args = "linear_part", []
+        if norm is not None:
+            if width % 128 or width // 128 > MAX_HEADS:
+                raise KernelError(f"KDA output of {width} values: the kernels need heads of 128, at most {MAX_HEADS}")
+            name, args = "linear_part_normed", [norm.sums, norm.sums.shape[2], float(norm.eps)]
+        warps = min(PART_WARPS, part // 32)
+        args = [h, weight, out, *args, h.shape[0], rows, n, width, part]
+        self.device.launch(_named(name, rows), (tiles, parts), warps * 32, args, sums_bytes(warps, rows))
+        return out
+
+    def _take_norm(self, h: Tensor) -> Gated | None:
+        """What the output of KDA that was made last still lacks, if that is h."""
+        gated, self.gated = self.gated, None
+        return gated if gated is not None and gated.o is h else None
 
     def mlp(self, h: Tensor, params: MlpParams, rows: int | None = None) -> Tensor:
         if rows is None:
@@ -96,7 +127,7 @@ class DenseOps:
         mid = h.new_empty(h.shape[0], inner)
         args = [h, params.gate_up, mid, float(params.limit), rows, inner, width]
         self._stream("mlp_gate_up", -(-inner // 8), width, rows, args)
-        return self.linear(mid, params.down, rows)
+        return self.linear_partial(mid, params.down, rows)
 
     def head(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
         if rows is None:
@@ -152,11 +183,11 @@ class DenseOps:
         args = [h, params.shared.gate_up, params.gate_up, plan, mid, shared, inner, pitch]
         args += [float(params.limit), float(params.shared.limit), rows, width]
         self.device.launch(name, blocks, warps * 32, args, bytes_needed)
-        out = torch.empty_like(h)
-        tiles = -(-width // 16)
-        warps = warps_for_down(tiles, (shared, inner), self.device.properties.num_sms)
-        args = [mid, params.shared.down, params.down, plan, out, shared, inner, pitch, rows, width]
-        self.device.launch(_named("experts_down", rows), tiles, warps * 32, args, sums_bytes(warps, rows, 1))
+        warps, parts = down_shape(pitch)
+        out = torch.empty(parts, h.shape[0], width, dtype=torch.float32, device=h.device)
+        args = [mid, params.shared.down, params.down, plan, out, shared, inner, pitch, h.shape[0], rows, width]
+        grid = (-(-width // 16), parts)
+        self.device.launch(_named("experts_down", rows), grid, warps * 32, args, sums_bytes(warps, rows, 1))
         return out
 
     def _plan(self, routing: Routing, rows: int) -> Tensor:
@@ -178,11 +209,8 @@ class DenseOps:
 
     def _stream(self, name: str, tiles: int, width: int, rows: int, args: list[Argument]) -> None:
         """Launch one of the kernels that walk tiles of a matrix; their last argument is how many a block has."""
-        if not 1 <= rows <= ROW_TILE:
-            raise KernelError(f"{rows} rows: a window has 1 to {ROW_TILE}")
+        _check_window(args[0], rows)
         _width("width of a projection", width)
-        if args[0].dtype != torch.bfloat16:
-            raise KernelError(f"activations in {args[0].dtype}: the kernels compute in bfloat16")
         warps = warps_for(tiles, width, self.device.properties.num_sms)
         per, blocks = self._deal(name, tiles, width, rows)
         self.device.launch(_named(name, rows), blocks, warps * 32, [*args, per], sums_bytes(warps, rows))
@@ -195,6 +223,20 @@ class DenseOps:
             made = _parts(gate.float()) if self.gate_fp32 else gate.bfloat16()
             self._gates[key] = (gate, made)  # with the original, so that its address is not given to another
         return self._gates[key][1]
+
+
+def parts_of(partial: Tensor | None) -> tuple[Tensor | None, int, int]:
+    """As exchange_norm takes it: bf16 [R, D], or fp32 parts [S, R, D] and how many values lie from one to the next."""
+    if partial is None or partial.ndim == 2:
+        return partial, 0, 0
+    return partial, partial.shape[0], partial.stride(0)
+
+
+def _check_window(x: Tensor, rows: int) -> None:
+    if not 1 <= rows <= ROW_TILE:
+        raise KernelError(f"{rows} rows: a window has 1 to {ROW_TILE}")
+    if x.dtype != torch.bfloat16:
+        raise KernelError(f"activations in {x.dtype}: the kernels compute in bfloat16")
 
 
 def _parts(gate: Tensor) -> Tensor:

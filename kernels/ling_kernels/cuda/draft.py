@@ -95,7 +95,7 @@ class DraftOps:
             x, h = self.exchange_norm(partial, x, layer.attention_norm, params.eps, num)
             proj = self.linear(h, layer.in_proj, num)
             mixed = self._draft_attend(proj, layer, params, cache[index], rope, length)
-            partial = self.linear(mixed, layer.out_proj, num)
+            partial = self.linear_partial(mixed, layer.out_proj, num)
             x, h = self.exchange_norm(partial, x, layer.mlp_norm, params.eps, num)
             partial = self.mlp(h, layer.mlp, num)
         return self.exchange_norm(partial, x, params.norm, params.eps, num)[1]

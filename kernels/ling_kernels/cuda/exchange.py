@@ -256,5 +256,5 @@ def launch_sum(
     from ling_kernels.cuda.driver import Int64
 
     width = partial.shape[1]
-    args = [Int64(exchange.narrow), partial, x, None, total, None, width, 0.0, 0]
+    args = [Int64(exchange.narrow), partial, 0, 0, x, None, total, None, width, 0.0, 0]
     device.launch(f"exchange_norm_{exchange.size}", rows, -(-width // 256) * 32, args)

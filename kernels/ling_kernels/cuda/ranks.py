@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ling_kernels.cuda import CudaOps
+from ling_kernels.cuda.dense import parts_of
 from ling_kernels.cuda.driver import Argument, Device, Int64
 from ling_kernels.cuda.exchange import BLOCKS, MAX_VOCAB, MAX_WIDTH, ROWS_BLOCKS, ROWS_THREADS, CudaExchange
 from ling_kernels.ops import DRAFT_BEST, ROW_TILE, KernelError, Proposal, Sampling
@@ -59,11 +60,21 @@ class CudaRankOps(CudaOps):
         self._check_width(x.shape[1])
         live = x.shape[0] if rows is None else rows
         if self.exchange.narrow is None:
-            return self._gathered(partial[:live], x, weight, eps)
-        width = x.shape[1]
+            return self._gathered(_whole(partial)[:live], x, weight, eps)
+        width, (_, parts, pitch) = x.shape[1], parts_of(partial)
         total, h = torch.empty_like(x), torch.empty_like(x)
         for start in range(0, live, BLOCKS):
-            args = [partial[start:], x[start:], weight, total[start:], h[start:], width, float(eps)]
+            args = [
+                partial[..., start:, :],
+                parts,
+                pitch,
+                x[start:],
+                weight,
+                total[start:],
+                h[start:],
+                width,
+                float(eps),
+            ]
             args.append(int(self.early_norm))
             self._exchange("exchange_norm", min(BLOCKS, live - start), _threads(width), args)
         return total, h
@@ -146,6 +157,16 @@ class CudaRankOps(CudaOps):
     def _check_width(self, width: int) -> None:
         if width > MAX_WIDTH or width % 8:
             raise KernelError(f"hidden size {width}: an exchange needs a multiple of 8 up to {MAX_WIDTH}")
+
+
+def _whole(partial: Tensor) -> Tensor:
+    """[R, D] bf16 of a sum that may still be in parts, added in their order."""
+    if partial.ndim == 2:
+        return partial
+    total = partial[0]
+    for part in partial[1:]:
+        total = total + part
+    return total.bfloat16()
 
 
 def _threads(width: int) -> int:

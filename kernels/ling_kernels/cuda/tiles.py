@@ -9,6 +9,9 @@ from __future__ import annotations
 CHUNK, DEPTH, PITCH = 32, 4, 20  # as in gemm.cuh
 CHUNK_BYTES = 16 * CHUNK * 2
 MAX_WARPS = 16
+# Of a block that leaves its sums in parts: few, so that it finds room while the kernel before it drains.
+PART_WARPS = 4
+MAX_PARTS = 8
 # With 128 registers a thread, the most that the kernels use, a multiprocessor holds this many warps.
 WARPS_PER_SM = 16
 # Bytes that should be on their way per multiprocessor: 4.3 TB/s x 0.8 us / 132 is 26 KB at least; more hides the ramp.
@@ -36,17 +39,37 @@ def warps_for(tiles: int, width: int, num_sms: int) -> int:
     return min(range(1, min(MAX_WARPS, chunks) + 1), key=cost)
 
 
-def warps_for_down(tiles: int, widths: tuple[int, ...], num_sms: int) -> int:
-    """The same for a block that walks several matrices of the given widths without a barrier between them: a chunk of
-    each warp at a time, DEPTH of them ahead over the seams."""
-    chunks = [num_chunks(width) for width in widths]
+def parts_for(tiles: int, width: int, num_sms: int) -> int:
+    """Parts of K for blocks of PART_WARPS warps that own one tile and one part, where the sums stay in parts.
 
-    def cost(warps: int) -> tuple[float, int]:
-        flying = tiles * warps * DEPTH * CHUNK_BYTES / num_sms
-        wasted = sum(_padded(count, warps) for count in chunks) / sum(chunks)
-        return round(wasted * max(1.0, IN_FLIGHT / flying), 3), warps
+    Weighed as above; all blocks have to be on the machine at once.
+    """
+    chunks, slots = num_chunks(width), num_sms * (WARPS_PER_SM // PART_WARPS)
 
-    return min(range(1, min(MAX_WARPS, max(chunks)) + 1), key=cost)
+    def cost(parts: int) -> tuple[float, int]:
+        each = -(-chunks // parts)
+        flying = tiles * -(-chunks // each) * min(PART_WARPS * DEPTH, each) * CHUNK_BYTES / num_sms
+        wasted = parts * _padded(each, PART_WARPS * DEPTH) / chunks
+        waves = -(-tiles * parts // slots)
+        return round(waves * wasted * max(1.0, IN_FLIGHT / flying), 3), parts
+
+    return min(range(1, min(MAX_PARTS, chunks) + 1), key=cost)
+
+
+def part_width(width: int, parts: int) -> int:
+    """Values of K in each of so many parts, whole chunks; the last one has what is left."""
+    return -(-num_chunks(width) // parts) * CHUNK
+
+
+def down_shape(width: int) -> tuple[int, int]:
+    """Warps of a block, and parts, where each warp has one chunk of K: as few slots without a chunk as possible."""
+    chunks = num_chunks(width)
+
+    def cost(warps: int) -> tuple[int, int]:
+        return _padded(chunks, warps), -warps
+
+    warps = min(range(1, PART_WARPS + 1), key=cost)
+    return warps, -(-chunks // warps)
 
 
 def tiles_per_block(tiles: int, slots: int) -> int:

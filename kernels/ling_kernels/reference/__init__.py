@@ -11,6 +11,7 @@ class ReferenceOps:
     embed = staticmethod(dense.embed)
     exchange_norm = staticmethod(dense.exchange_norm)
     linear = staticmethod(dense.linear)
+    linear_partial = staticmethod(dense.linear)
     mlp = staticmethod(dense.mlp)
     head = staticmethod(dense.head)
     kda_verify = staticmethod(kda.verify)

@@ -30,7 +30,7 @@ __device__ __forceinline__ const Mail& mail_at(i64 mail) { return *reinterpret_c
 // Grid: rows. Block: width / 8 threads, rounded up to a warp. x, weight: may be null (see add_and_norm). early: let the
 // next kernel start before the wait.
 template <int N>
-__device__ __forceinline__ void exchange_norm(i64 mail, const bf16* partial, const bf16* x, const bf16* weight,
+__device__ __forceinline__ void exchange_norm(i64 mail, const Partial& partial, const bf16* x, const bf16* weight,
                                               bf16* x_out, bf16* h, int width, float eps, int early) {
   __shared__ float warps[WARP];
   const int at = threadIdx.x * 8;
@@ -41,9 +41,10 @@ __device__ __forceinline__ void exchange_norm(i64 mail, const bf16* partial, con
   if (early == 0) let_next_start();
   const i64 base = i64(blockIdx.x) * width + at;
   Swap<N> swap(mail_at(mail), blockIdx.x);
-  const uint4 own = load16(partial + base, inside);
   const uint4 before = load16(x + base, inside && x != nullptr);
   float sum[8];
+  partial.read(sum, base, inside);
+  const uint4 own = pack(sum);  // all ranks add the same bits
   sum_row<N>(mail_at(mail), own, inside, sum, swap);
   add_and_norm(sum, inside, base, before, w, weight != nullptr, x_out, h, width, eps, warps);
   if (threadIdx.x == 0) swap.finish();
@@ -147,9 +148,9 @@ __device__ __forceinline__ void exchange_rows(i64 mail, const float* part, float
 
 #define FOR_RANKS(N)                                                                                                  \
   extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                        \
-      exchange_norm_##N(i64 mail, const bf16* partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h,       \
-                        int width, float eps, int early) {                                                            \
-    exchange_norm<N>(mail, partial, x, weight, x_out, h, width, eps, early);                                          \
+      exchange_norm_##N(i64 mail, const void* partial, int parts, int pitch, const bf16* x, const bf16* weight,       \
+                        bf16* x_out, bf16* h, int width, float eps, int early) {                                      \
+    exchange_norm<N>(mail, {partial, parts, pitch}, x, weight, x_out, h, width, eps, early);                          \
   }                                                                                                                   \
   extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                        \
       exchange_embed_##N(i64 mail, const i64* ids, const i64* anchor, const i64* length, i64 mask, i64* positions,    \

@@ -87,32 +87,6 @@ struct StoreLogits {
   }
 };
 
-// 1 / rms of each (token, head), for the output of KDA that still lacks its norm: a head's 128 values of K share it,
-// so it can wait until they are summed. sums [ROW_TILE, heads, slices] fp32: sums of squares of each slice of a head.
-struct HeadNorm {
-  static constexpr bool SCALED = true;
-  const float* sums;
-  int heads, slices, live;
-  float eps;
-  float* factors;  // shared, [heads][ROW_TILE]
-
-  __device__ __forceinline__ void prepare() const {
-    for (int o = threadIdx.x; o < heads * ROW_TILE; o += blockDim.x) {
-      const int head = o / ROW_TILE, token = o % ROW_TILE;
-      float total = 0.0f;
-      if (token < live) {
-        for (int s = 0; s < slices; ++s) total += sums[(token * heads + head) * slices + s];
-      }
-      factors[o] = 1.0f / sqrtf(total / 128.0f + eps);
-    }
-    __syncthreads();
-  }
-  __device__ __forceinline__ float of(int token, int k) const {
-    const int head = k / 128;
-    return head < heads ? factors[head * ROW_TILE + token] : 0.0f;
-  }
-};
-
 // Rows gate and up of one dense MLP.
 struct GateUp {
   const bf16* weight;
@@ -127,23 +101,11 @@ struct GateUp {
   }
 };
 
-constexpr int MAX_HEADS = 64;
-
 template <int NT>
 __device__ __forceinline__ void linear(
     const bf16* x, const bf16* w, bf16* out, int live, int n, int k, int per) {
   StoreRows<NT> store = {out, n, live};
   stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store);
-}
-
-template <int NT>
-__device__ __forceinline__ void linear_normed(
-    const bf16* x, const bf16* w, bf16* out, const float* sums, int slices, float eps, int live, int n, int k,
-    int per) {
-  __shared__ float factors[MAX_HEADS * ROW_TILE];
-  StoreRows<NT> store = {out, n, live};
-  const HeadNorm norm = {sums, k / 128, slices, live, eps, factors};
-  stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, norm, store);
 }
 
 template <int NT>
@@ -178,16 +140,6 @@ __device__ __forceinline__ void router(
   }
 LINEAR(linear_8, 1)
 LINEAR(linear_16, 2)
-
-// The same for x that lacks its norm by heads of 128: sums [ROW_TILE, k / 128, slices].
-#define LINEAR_NORMED(NAME, NT)                                                                                   \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* w, bf16* out, const float* sums, int slices, float eps, int live, int n, int k,  \
-      int per) {                                                                                                  \
-    linear_normed<NT>(x, w, out, sums, slices, eps, live, n, k, per);                                             \
-  }
-LINEAR_NORMED(linear_normed_8, 1)
-LINEAR_NORMED(linear_normed_16, 2)
 
 // x [*, k], w [2 inner, k] rows gate‖up -> out [*, inner]. Grid: ceil(inner / 8 / per).
 #define MLP_GATE_UP(NAME, NT)                                                                                     \

@@ -242,110 +242,82 @@ __device__ __forceinline__ void gate_up(
   stream_tiles<NT, false>(source, Tokens{x, width, width, live}, Plain{}, store);
 }
 
-// Where a warp stands in the walk over the listed experts: a slot, and how far it is in K there.
-struct Walk {
-  int slot, k;
-};
-
-// out[token, rows of this block] = sum over slots of down[slot] · x[slot, token]. The warps share K, so each walks
-// all experts in ascending order: which experts a warp has never depends on the other rows. What a lane needs of an
-// address is worked out once: a step is one KB of weights, and a machine's instructions are few.
-template <int NT>
-struct Down {
-  const bf16 *shared, *routed;  // this lane's row at this lane's column: of the shared expert, of expert 0
-  int shared_high, routed_high;  // from there to its row 8 further on
-  int shared_inner, inner;
-  i64 stride;           // from expert to expert
-  const bf16* x[NT];    // this lane's tokens at its column, in slot 0
-  int slot_pitch;       // from slot to slot of x
-  int first, span;      // this lane's column; values of K that the block takes at a time
-
-  __device__ __forceinline__ Down(const Experts& experts, const bf16* tokens, int pitch, int live, int width) {
-    const int warp = threadIdx.x / WARP, group = threadIdx.x % WARP / 4, row = blockIdx.x * 16 + group;
-    const int low = row < width ? row : 0, high = row + 8 < width ? row + 8 : 0;
-    shared_inner = experts.shared_inner, inner = experts.inner;
-    first = warp * CHUNK + threadIdx.x % 4 * 8, span = blockDim.x;
-    shared = experts.shared + i64(low) * shared_inner + first;
-    routed = experts.routed + i64(low) * inner + first;
-    shared_high = (high - low) * shared_inner, routed_high = (high - low) * inner;
-    stride = i64(width) * inner;
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      const int token = n * 8 + group;
-      x[n] = tokens + (token < live ? token : 0) * pitch + first;
-    }
-    slot_pitch = ROW_TILE * pitch;
-  }
-
-  __device__ __forceinline__ int width(int slot) const { return slot == 0 ? shared_inner : inner; }
-  __device__ __forceinline__ bool last(const Walk& at) const { return at.k + span >= width(at.slot); }
-  __device__ __forceinline__ Walk next(const Walk& at) const {
-    return last(at) ? Walk{at.slot + 1, 0} : Walk{at.slot, at.k + span};
-  }
-  // Past the end of a row it is the row's beginning, for which tokens() gives zeros.
-  __device__ __forceinline__ int place(const Walk& at) const { return first + at.k < width(at.slot) ? at.k : -first; }
-
-  __device__ __forceinline__ void weights(Chunk& to, const Walk& at, u32 expert, bool live) const {
-    const bf16* low = (at.slot == 0 ? shared : routed + expert * stride) + place(at);
-    load_weights_into(to.low, low, live);
-    load_weights_into(to.high, low + (at.slot == 0 ? shared_high : routed_high), live);
-  }
-  __device__ __forceinline__ void tokens(uint4 (&to)[NT], const Walk& at, int slots) const {
-    const bool inside = first + at.k < width(at.slot);
-    const i64 from = i64(min(at.slot, slots - 1)) * slot_pitch + place(at);  // past the last slot: for nothing
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      const uint4 v = load_activations(x[n] + from);
-      to[n] = inside ? v : make_uint4(0, 0, 0, 0);
-    }
-  }
-};
-
-template <int NT>
-__device__ __forceinline__ void down(
-    const Experts& experts, const bf16* x, bf16* out, int pitch, int live, int width) {
+// One part of out[token, rows of this block] = sum over slots of down[slot] · x[slot, token]. Each warp of the whole grid
+// has one chunk of K, the same of every expert, and walks all experts in ascending order: which experts a warp has never
+// depends on the other rows. K is shared between blocks (see part.cu), and exchange_norm adds the parts.
+// AHEAD: slots whose weights and tokens a warp asks for at once.
+template <int NT, int AHEAD>
+__device__ __forceinline__ void down_part(
+    const Experts& experts, const bf16* x, float* out, int pitch, int rows, int live, int width) {
   DYNAMIC_SHARED(shared);
-  __shared__ u32 ids[MAX_SLOTS + DEPTH + 1];
-  const Down<NT> walk(experts, x, pitch, live, width);
-  Chunk ring[DEPTH];
-  uint4 in[DEPTH][NT];
-  // The plan is settled: every block of gate_up is past its own wait, so whoever wrote the plan has finished.
-  const int slots = int(load_settled(experts.plan));
-  for (int s = threadIdx.x; s < MAX_SLOTS + DEPTH + 1; s += blockDim.x) {
-    ids[s] = s < slots ? load_settled(experts.plan + PLAN_IDS + s) : 0;
-  }
-  __syncthreads();
-  Walk ahead = {0, 0};
+  __shared__ u32 ids[MAX_SLOTS + AHEAD];
+  const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, group = threadIdx.x % WARP / 4;
+  const int k = (blockIdx.y * warps + warp) * CHUNK + threadIdx.x % 4 * 8;
+  // Past the end of a matrix it is its first row, past the end of a row its beginning, which meets tokens of zero.
+  const int row = blockIdx.x * 16 + group, low = row < width ? row : 0, high = row + 8 < width ? row + 8 : 0;
+  const bool in_shared = k < experts.shared_inner, in_routed = k < experts.inner;
+  const bf16* shared_low = experts.shared + i64(low) * experts.shared_inner + (in_shared ? k : 0);
+  const bf16* routed_low = experts.routed + i64(low) * experts.inner + (in_routed ? k : 0);
+  const int shared_high = (high - low) * experts.shared_inner, routed_high = (high - low) * experts.inner;
+  const u32 stride = u32(width) * experts.inner;  // from expert to expert
+  const bf16* tokens[NT];
 #pragma unroll
-  for (int s = 0; s < DEPTH; ++s) {
-    walk.weights(ring[s], ahead, ids[ahead.slot], ahead.slot < slots);
-    ahead = walk.next(ahead);
+  for (int n = 0; n < NT; ++n) {
+    const int token = n * 8 + group;
+    tokens[n] = x + (token < live ? token : 0) * pitch;
+  }
+  const int slot_pitch = ROW_TILE * pitch, shared_k = in_shared ? k : 0, routed_k = in_routed ? k : 0;
+
+  // The plan is settled: every block of gate_up is past its own wait, so whoever wrote the plan has finished. Its words
+  // are read before their number is known.
+  for (int s = threadIdx.x; s < MAX_SLOTS + AHEAD; s += blockDim.x) ids[s] = load_settled(experts.plan + PLAN_IDS + s);
+  const int slots = int(load_settled(experts.plan));
+  __syncthreads();
+  Chunk ring[AHEAD];
+  uint4 in[AHEAD][NT];
+#pragma unroll
+  for (int s = 0; s < AHEAD; ++s) {
+    const bf16* from = s == 0 ? shared_low : routed_low + u64(s < slots ? ids[s] : 0) * stride;
+    load_weights_into(ring[s].low, from, s < slots);
+    load_weights_into(ring[s].high, from + (s == 0 ? shared_high : routed_high), s < slots);
   }
   wait_for_producer();
   let_next_start();
-  ahead = {0, 0};
 #pragma unroll
-  for (int s = 0; s < DEPTH; ++s) {
-    walk.tokens(in[s], ahead, slots);
-    ahead = walk.next(ahead);
+  for (int s = 0; s < AHEAD; ++s) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      const uint4 v = load_activations(tokens[n] + (s < slots ? s : 0) * slot_pitch + (s == 0 ? shared_k : routed_k));
+      in[s][n] = (s == 0 ? in_shared : in_routed) ? v : make_uint4(0, 0, 0, 0);
+    }
   }
   float sums[NT][4] = {};
-  for (Walk at = {0, 0}; at.slot < slots;) {
+  for (int first = 0; first < slots; first += AHEAD) {
 #pragma unroll
-    for (int s = 0; s < DEPTH; ++s) {
-      if (at.slot < slots) multiply(sums, ring[s], in[s]);
-      at = walk.next(at);
-      walk.weights(ring[s], ahead, ids[min(ahead.slot, MAX_SLOTS)], ahead.slot < slots);
-      walk.tokens(in[s], ahead, slots);
-      ahead = walk.next(ahead);
+    for (int s = 0; s < AHEAD; ++s) {
+      if (first + s < slots) multiply(sums, ring[s], in[s]);
+    }
+#pragma unroll
+    for (int s = 0; s < AHEAD; ++s) {
+      const int slot = first + AHEAD + s;
+      if (slot >= slots) break;
+      const bf16* from = routed_low + u64(ids[slot]) * stride;
+      load_weights_into(ring[s].low, from, true);
+      load_weights_into(ring[s].high, from + routed_high, true);
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const uint4 v = load_activations(tokens[n] + slot * slot_pitch + routed_k);
+        in[s][n] = in_routed ? v : make_uint4(0, 0, 0, 0);
+      }
     }
   }
   Sums<NT> all = {reinterpret_cast<float*>(shared)};
-  all.put(threadIdx.x / WARP, sums);
+  all.put(warp, sums);
   __syncthreads();
+  float* to = out + i64(blockIdx.y) * rows * width;
   for (int o = threadIdx.x; o < live * 16; o += blockDim.x) {
-    const int token = o / 16, row = blockIdx.x * 16 + o % 16;
-    if (row < width) out[i64(token) * width + row] = to_bf16(all.at(token, o % 16));
+    const int token = o / 16, at = blockIdx.x * 16 + o % 16;
+    if (at < width) to[i64(token) * width + at] = all.at(token, o % 16);
   }
 }
 
@@ -360,13 +332,14 @@ __device__ __forceinline__ void down(
 EXPERTS_GATE_UP(experts_gate_up_8, 1)
 EXPERTS_GATE_UP(experts_gate_up_16, 2)
 
-// x as gate_up left it, shared [width, shared_inner], routed [E, width, inner] -> out [*, width]. Grid: ceil(width /
-// 16). Shared: warps · 8 NT · PITCH floats.
-#define EXPERTS_DOWN(NAME, NT)                                                                                    \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* shared, const bf16* routed, const u32* plan, bf16* out, int shared_inner, int inner,\
-      int pitch, int live, int width) {                                                                           \
-    down<NT>(Experts{shared, routed, shared_inner, inner, plan}, x, out, pitch, live, width);                     \
+// x as gate_up left it, shared [width, shared_inner], routed [E, width, inner] -> out [parts, rows, width] fp32, `live` rows
+// of each. Grid: ceil(width / 16), parts; parts · warps chunks are at least as long as a row. Shared: warps · 8 NT · PITCH
+// floats.
+#define EXPERTS_DOWN(NAME, NT, AHEAD, BLOCKS)                                                                     \
+  extern "C" __global__ void __launch_bounds__(128, BLOCKS) NAME(                                                 \
+      const bf16* x, const bf16* shared, const bf16* routed, const u32* plan, float* out, int shared_inner,       \
+      int inner, int pitch, int rows, int live, int width) {                                                      \
+    down_part<NT, AHEAD>(Experts{shared, routed, shared_inner, inner, plan}, x, out, pitch, rows, live, width);   \
   }
-EXPERTS_DOWN(experts_down_8, 1)
-EXPERTS_DOWN(experts_down_16, 2)
+EXPERTS_DOWN(experts_down_8, 1, 9, 3)  // all slots of one row at once
+EXPERTS_DOWN(experts_down_16, 2, 6, 3)

@@ -5,7 +5,7 @@
 // the block depends on the width alone. partial null: only the norm, x_out is not written. With a partial x is settled,
 // for the kernel that wrote the partial came after the one that wrote x, and has done its own waiting: x is read early.
 __device__ __forceinline__ void exchange_norm_row(
-    int row, const bf16* partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps,
+    int row, const Partial& partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps,
     bool early) {
   __shared__ float warps[WARP];
   const int at = threadIdx.x * 8;
@@ -13,17 +13,16 @@ __device__ __forceinline__ void exchange_norm_row(
   const i64 base = i64(row) * width + at;
   const uint4 w = load_weights(weight + at, inside);
   uint4 old = make_uint4(0, 0, 0, 0);
-  if (inside && partial != nullptr) old = load_settled16(x + base);
+  if (inside && partial.at != nullptr) old = load_settled16(x + base);
   if (early) let_next_start_early();
   wait_for_producer();
   if (!early) let_next_start();
-  const uint4 more = load16((partial != nullptr ? partial : x) + base, inside);
-  if (partial == nullptr) old = more;
+  float add[8];
+  if (partial.at != nullptr) partial.read(add, base, inside);
+  if (partial.at == nullptr) old = load16(x + base, inside);
   float value[8], scale[8];
   unpack(value, old);
-  if (partial != nullptr) {
-    float add[8];
-    unpack(add, more);
+  if (partial.at != nullptr) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) value[i] += add[i];
     const uint4 rounded = pack(value);
@@ -40,10 +39,12 @@ __device__ __forceinline__ void exchange_norm_row(
   if (inside) *reinterpret_cast<uint4*>(h + base) = pack(value);
 }
 
-// Grid: rows. Block: width / 8 threads, rounded up to a warp. early: let the next kernel start before the wait.
-extern "C" __global__ void exchange_norm(
-    const bf16* partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps, int early) {
-  exchange_norm_row(blockIdx.x, partial, x, weight, x_out, h, width, eps, early != 0);
+// partial: bf16 [rows, width], or fp32 [parts, .., width] with `pitch` values from part to part. Grid: rows. Block:
+// width / 8 threads, rounded up to a warp. early: let the next kernel start before the wait.
+extern "C" __global__ void __launch_bounds__(1024, 1) exchange_norm(
+    const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width,
+    float eps, int early) {
+  exchange_norm_row(blockIdx.x, {partial, parts, pitch}, x, weight, x_out, h, width, eps, early != 0);
 }
 
 // x[row] = table[ids[row]]. Grid: rows. Block: as exchange_norm.

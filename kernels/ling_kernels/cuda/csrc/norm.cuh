@@ -22,3 +22,37 @@ __device__ __forceinline__ uint4 pack(const float (&from)[8]) {
   return make_uint4(pack_bf16(from[0], from[1]), pack_bf16(from[2], from[3]), pack_bf16(from[4], from[5]),
                     pack_bf16(from[6], from[7]));
 }
+
+// What is added to the residual stream: bf16 [rows, width] where parts is 0, or fp32 parts, `pitch` values from one to the
+// next, that are summed in their order. at: may be null.
+struct Partial {
+  const void* at;
+  int parts, pitch;
+
+  // The eight values at `base` of a row, in fp32. All loads are under way before the first is used.
+  __device__ __forceinline__ void read(float (&sum)[8], i64 base, bool inside) const {
+    constexpr int TOGETHER = 4;
+    if (parts == 0) {
+      unpack(sum, load16(static_cast<const bf16*>(at) + base, inside));
+      return;
+    }
+    const float* from = static_cast<const float*>(at) + (inside ? base : 0);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
+    for (int first = 0; first < parts; first += TOGETHER) {
+      uint4 low[TOGETHER], high[TOGETHER];
+#pragma unroll
+      for (int p = 0; p < TOGETHER; ++p) {
+        const float* part = from + i64(min(first + p, parts - 1)) * pitch;
+        low[p] = load_activations(part), high[p] = load_activations(part + 4);
+      }
+#pragma unroll
+      for (int p = 0; p < TOGETHER; ++p) {
+        const bool there = inside && first + p < parts;
+        const u32 words[8] = {low[p].x, low[p].y, low[p].z, low[p].w, high[p].x, high[p].y, high[p].z, high[p].w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum[i] += there ? __uint_as_float(words[i]) : 0.0f;
+      }
+    }
+  }
+};
