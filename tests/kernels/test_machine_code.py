@@ -15,13 +15,15 @@ import pytest
 
 from ling_kernels.cuda.compile import compile_unit
 
-# 16-byte loads of a thread that stand before the wait: DEPTH chunks of two weight rows
+# 16-byte loads of a thread that stand before the wait, for 8 and 16 tokens: two weight rows of DEPTH chunks, or of as many
+# slots as down asks for at once
+CHUNKS = (8, 8)
 EARLY = {
-    "gemm": ("linear", "mlp_gate_up", "head", "router"),
-    "moe": ("experts_gate_up", "experts_down"),
+    "gemm": {"linear": CHUNKS, "mlp_gate_up": CHUNKS, "head": CHUNKS, "router": CHUNKS},
+    "part": {"linear_part": CHUNKS, "linear_part_normed": CHUNKS},
+    "moe": {"experts_gate_up": CHUNKS, "experts_down": (18, 12)},
 }
 WIDE = re.compile(r"LDG\S*\.128")
-LOADS = 8
 TOGETHER = 3  # loads that are sent after it before the first product waits for one
 
 
@@ -43,15 +45,15 @@ def disassembled(cubin: bytes, folder: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize("unit", EARLY)
 def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: Path) -> None:
     kernels = disassembled(compile_unit(unit, arch)[0], tmp_path)
-    for name in EARLY[unit]:
-        for tokens in (8, 16):
+    for name, loads in EARLY[unit].items():
+        for tokens, wanted in zip((8, 16), loads, strict=True):
             code = kernels[f"{name}_{tokens}"]
             wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
             product = next(i for i, line in enumerate(code) if "HMMA" in line)
             early, together = (
                 sum(bool(WIDE.search(line)) for line in part) for part in (code[:wait], code[wait:product])
             )
-            assert early == LOADS, f"{name}_{tokens} on {arch}: {early} loads before the wait"
+            assert early == wanted, f"{name}_{tokens} on {arch}: {early} loads before the wait"
             assert together >= TOGETHER, f"{name}_{tokens} on {arch}: {together} loads before the first product"
 
 

@@ -7,8 +7,15 @@ __device__ __forceinline__ float block_sum(float x, float* warps) {
   x = warp_sum(x);
   if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = x;
   __syncthreads();
+  const int count = blockDim.x / WARP;
   float total = 0.0f;
-  for (int w = 0; w < blockDim.x / WARP; ++w) total += warps[w];
+  for (int first = 0; first < count; first += 8) {
+    float some[8];  // read together, added in order
+#pragma unroll
+    for (int w = 0; w < 8; ++w) some[w] = first + w < count ? warps[first + w] : 0.0f;
+#pragma unroll
+    for (int w = 0; w < 8; ++w) total += some[w];
+  }
   return total;
 }
 
