@@ -12,6 +12,7 @@ __device__ __forceinline__ void exchange_norm_row(
   const bool inside = at < width;
   const i64 base = i64(row) * width + at;
   const uint4 w = load_weights(weight + at, inside);
+  const float each = 1.0f / float(width);
   uint4 old = make_uint4(0, 0, 0, 0);
   if (inside && partial.at != nullptr) old = load_settled16(x + base);
   if (early) let_next_start_early();
@@ -32,7 +33,7 @@ __device__ __forceinline__ void exchange_norm_row(
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) squares += value[i] * value[i];
-  const float factor = 1.0f / sqrtf(block_sum(squares, warps) / float(width) + eps);
+  const float factor = rsqrtf(block_sum(squares, warps) * each + eps);
   unpack(scale, w);
 #pragma unroll
   for (int i = 0; i < 8; ++i) value[i] *= factor * scale[i];

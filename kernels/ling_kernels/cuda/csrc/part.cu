@@ -51,7 +51,7 @@ struct HeadNorm {
       if (token < live) {
         for (int s = 0; s < slices; ++s) total += sums[(token * heads + head) * slices + s];
       }
-      factors[o] = 1.0f / sqrtf(total / 128.0f + eps);
+      factors[o] = rsqrtf(total / 128.0f + eps);
     }
     __syncthreads();
   }
