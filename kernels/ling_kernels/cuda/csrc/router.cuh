@@ -22,8 +22,8 @@ struct RouterTokens {
 };
 
 // x [*, k] · w [n, width]^T -> out [parts, ROW_TILE, n] fp32, parts of the sum over K, one or two. width: k, or up to
-// three forms of the weight side by side, each of k values rounded up to a chunk, which all meet the same tokens. Block:
-// 16 rows of w, a part.
+// three forms of the weight side by side, each of k values rounded up to a chunk, which all meet the same tokens. A
+// block has 16 rows of w and one part.
 template <int NT>
 __device__ __forceinline__ void router_part(
     const bf16* x, const bf16* w, float* out, int live, int n, int k, int width) {

@@ -32,8 +32,8 @@ struct Logits {
   }
 };
 
-// The instructions of a single warp are what the machine waits for here: short forms of exponential and quotient, off by
-// some 1e-6 of the score, the same for every row.
+// The instructions of a single warp are what the machine waits for here: short forms of exponential and quotient, off
+// by some 1e-6 of the score, the same for every row.
 __device__ __forceinline__ float router_score(float logit) { return __fdividef(1.0f, 1.0f + __expf(-logit)); }
 
 // The two largest of what was seen.
@@ -58,8 +58,8 @@ __device__ __forceinline__ void descend(Candidate& a, Candidate& b) {
   b = low;
 }
 
-// The experts of one lane: up to QUADS times four, one after the other in one group, so that ids ascend from lane to lane
-// and of equal keys the lowest lane has the lowest id.
+// The experts of one lane: up to QUADS times four, one after the other in one group, so that ids ascend from lane to
+// lane and of equal keys the lowest lane has the lowest id.
 template <int QUADS>
 struct Share {
   int group, first, quads;  // group, first expert, how many quads there are
