@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ling_kernels.cuda.dense import PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS
 from ling_kernels.ops import ROW_TILE, MlpParams, MoeParams, Routing
 from ling_kernels.reference import dense, moe
 from parity import assert_bits
@@ -172,6 +173,69 @@ def check_route_ties(place: Place, params: MoeParams) -> None:
     place.constant(place.ops._gate(level.gate), level.bias)
     x = place.rand(ROW_TILE, params.gate.shape[1], seed=22)
     assert place.ops.route(x, level, 2).experts[:2].tolist() == [list(range(params.experts_per_token))] * 2
+
+
+def check_selection(place: Place, params: MoeParams, rows: int) -> None:
+    """From logits with many ties, infinities and rows that are no numbers: choices, weights and plan, and a row's bits
+    whatever the rows beside it."""
+    count, generator = params.gate.shape[0], torch.Generator().manual_seed(rows)
+    logits = torch.randint(-8, 9, (ROW_TILE, count), generator=generator) / 4
+    if rows > 4:
+        logits[1, ::3], logits[2, 1::5], logits[3], logits[4, 2::7] = torch.inf, -torch.inf, torch.nan, torch.nan
+    bias = (torch.randint(-2, 3, (count,), generator=generator) / 8).to(params.bias.device)
+    place.constant(bias)
+    params, logits = replace(params, bias=bias), logits.to(bias.device)
+    routing = place.ops._select(logits[None], params, rows)
+    score = 1 / (1 + torch.exp(-logits[:rows]))
+    choice = (score + bias).nan_to_num(nan=-torch.inf)
+    groups = choice.view(rows, params.n_group, -1)
+    best = _in_order(groups.topk(2).values.sum(-1))[:, : params.topk_group]
+    allowed = torch.zeros(groups.shape[:2], dtype=torch.bool, device=bias.device).scatter_(1, best, True)
+    allowed = allowed.repeat_interleave(groups.shape[2], 1)
+    order = [sorted(range(count), key=lambda e, r=r: (not allowed[r, e], -choice[r, e], e)) for r in range(rows)]
+    experts = torch.tensor(order, device=bias.device)[:, : params.experts_per_token]
+    assert routing.experts[:rows].tolist() == experts.tolist()
+    weights = score.gather(1, experts)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * params.scale
+    torch.testing.assert_close(routing.weights[:rows], weights, rtol=1e-5, atol=1e-7, equal_nan=True)
+    check_plan(routing, rows)
+    elsewhere = place.ops._plan(routing, rows)
+    assert plan_words(elsewhere, rows) == plan_words(routing.plan, rows), "the plan of choices made elsewhere"
+    halves = torch.stack([logits / 2, logits / 2])
+    for parts, width in ((halves, rows), (logits[None], 1), (halves, rows // 2 + 1)):
+        again = place.ops._select(parts, params, width)
+        assert again.experts[:width].tolist() == routing.experts[:width].tolist()
+        assert_bits(again.weights[:width].nan_to_num(7.0), routing.weights[:width].nan_to_num(7.0), "router weights")
+        check_plan(again, width)
+
+
+def _in_order(values: Tensor) -> Tensor:
+    return values.sort(dim=-1, descending=True, stable=True).indices
+
+
+def plan_words(plan: Tensor, rows: int) -> dict[int, tuple[int, list[int]]]:
+    """By expert, in order of the slots, -1 for the shared one: mask of rows, and bits of their weights."""
+    plan, made = plan.cpu(), {}
+    for slot in range(int(plan[0])):
+        mask = int(plan[PLAN_MASKS + slot])
+        at = PLAN_WEIGHTS + slot * ROW_TILE
+        weights = [int(plan[at + row]) for row in range(rows) if mask >> row & 1]
+        made[int(plan[PLAN_IDS + slot]) if slot else -1] = mask, weights
+    return made
+
+
+def check_plan(routing: Routing, rows: int) -> None:
+    """Distinct experts in ascending order, each with the rows that chose it and their weights."""
+    made = plan_words(routing.plan, rows)
+    experts, weights = routing.experts[:rows].tolist(), routing.weights[:rows].cpu().view(torch.int32).tolist()
+    listed = sorted({e for row in experts for e in row})
+    assert list(made) == [-1, *listed]
+    one = int(torch.ones(1).view(torch.int32))
+    assert made[-1] == ((1 << rows) - 1, [one] * rows)
+    for expert in listed:
+        chose = [row for row in range(rows) if expert in experts[row]]
+        want = [weights[row][experts[row].index(expert)] for row in chose]
+        assert made[expert] == (sum(1 << row for row in chose), want)
 
 
 def check_experts(place: Place, params: MoeParams, rows: int) -> None:

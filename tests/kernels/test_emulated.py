@@ -22,7 +22,7 @@ ROWS = [1, 8, 9, 16]
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> SettledDevice:
-    return SettledDevice(tmp_path_factory.mktemp("emulated"), ["norm", "gemm", "part", "moe"])
+    return SettledDevice(tmp_path_factory.mktemp("emulated"), ["norm", "gemm", "part", "moe", "route"])
 
 
 @pytest.fixture
@@ -92,6 +92,28 @@ def test_router(device: SettledDevice, experts: int, chosen: int, groups: int, g
     checks.check_route_ties(place, params)
 
 
+@pytest.mark.parametrize(
+    ("experts", "chosen", "groups"),
+    [(16, 4, 4), (24, 2, 1), (128, 8, 8), (256, 8, 2), (320, 8, 8), (512, 8, 8), (512, 8, 32)],
+)
+def test_selection(place: Place, experts: int, chosen: int, groups: int) -> None:
+    params = checks.moe_params(place, experts, 8, 8, chosen, groups)
+    for rows in (1, 2, 16):
+        checks.check_selection(place, params, rows)
+
+
+@pytest.mark.parametrize(("width", "gate_fp32"), [(2080, False), (704, True), (1400, True)])
+def test_a_wide_router_is_shared_by_two_blocks(device: SettledDevice, width: int, gate_fp32: bool) -> None:
+    """The last one takes several turns, too."""
+    place = Place(DenseOps(device, gate_fp32=gate_fp32), "cpu", device.constant)
+    params = checks.moe_params(place, 24, width, 8, 4, 1)
+    for rows in (1, 11):
+        checks.check_route(place, params, rows)
+    checks.rows_alone(
+        lambda x, rows: place.ops.route(x, params, rows).weights, place.rand(ROW_TILE, width, seed=9), (1, 9), ""
+    )
+
+
 @pytest.mark.parametrize(("inner", "shared", "limit"), [(24, 24, 0.0), (48, 88, 1.0), (136, 16, 0.0)])
 def test_experts(place: Place, inner: int, shared: int, limit: float) -> None:
     params = checks.moe_params(place, 16, 48, inner, 4, 4, limit, shared)
@@ -143,7 +165,7 @@ def all_results(machine: SettledDevice) -> list[torch.Tensor]:
 @pytest.mark.parametrize("order", ORDERS[1:])
 def test_the_order_of_threads_changes_nothing(tmp_path: Path, order: str) -> None:
     """What a missing barrier would change."""
-    names, folders = ["norm", "gemm", "part", "moe"], [tmp_path / "a", tmp_path / "b"]
+    names, folders = ["norm", "gemm", "part", "moe", "route"], [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
     # few multiprocessors: blocks go from tile to tile

@@ -15,11 +15,12 @@ import pytest
 
 from ling_kernels.cuda.compile import compile_unit
 
-# 16-byte loads of a thread that stand before the wait, for 8 and 16 tokens: two weight rows of DEPTH chunks, or of as many
-# slots as down asks for at once
+# 16-byte loads of a thread that stand before the wait, for 8 and 16 tokens: two weight rows of DEPTH chunks, or of as
+# many slots as down asks for at once
 CHUNKS = (8, 8)
 EARLY = {
-    "gemm": {"linear": CHUNKS, "mlp_gate_up": CHUNKS, "head": CHUNKS, "router": CHUNKS},
+    "gemm": {"linear": CHUNKS, "mlp_gate_up": CHUNKS, "head": CHUNKS},
+    "route": {"router": CHUNKS},
     "part": {"linear_part": CHUNKS, "linear_part_normed": CHUNKS},
     "moe": {"experts_gate_up": CHUNKS, "experts_down": (18, 12)},
 }

@@ -62,6 +62,16 @@ def test_the_sums_fit_into_what_a_block_has_without_asking(rows: int) -> None:
     assert tiles.sums_bytes(tiles.MAX_WARPS, rows) + largest_static <= 48 * 1024
 
 
+@pytest.mark.parametrize("width", [8, 1536, 2560, 3 * 1536, 3 * 2560, 8192])
+def test_a_router_has_its_weights_on_their_way_at_once(width: int) -> None:
+    """In one turn, up to what two blocks with all their warps can ask for."""
+    parts, warps = tiles.router_parts(width)
+    assert 1 <= parts <= 2
+    assert 1 <= warps <= tiles.MAX_WARPS
+    each = -(-tiles.num_chunks(width) // parts)
+    assert each <= warps * tiles.DEPTH or (parts, warps) == (2, tiles.MAX_WARPS)
+
+
 def test_python_and_cuda_agree_on_constants() -> None:
     text = "".join(Path(path).read_text() for path in sorted(SOURCES.glob("*.cu*")))
 
@@ -70,4 +80,5 @@ def test_python_and_cuda_agree_on_constants() -> None:
 
     assert (constant("CHUNK"), constant("DEPTH"), constant("PITCH")) == (tiles.CHUNK, tiles.DEPTH, tiles.PITCH)
     assert (constant("MAX_EXPERTS"), constant("MAX_CHOSEN")) == (dense.MAX_EXPERTS, dense.MAX_CHOSEN)
+    assert (constant("ASKED_PIECE"), constant("ASKERS")) == (dense.ASKED_PIECE, dense.ASKERS)
     assert constant("MAX_HEADS") == dense.MAX_HEADS

@@ -15,6 +15,7 @@ from ling_kernels.cuda.tiles import (
     down_shape,
     part_width,
     parts_for,
+    router_parts,
     sums_bytes,
     tiles_per_block,
     warps_for,
@@ -23,13 +24,13 @@ from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, MoeParams, Routin
 from ling_kernels.reference import dense as reference
 from ling_kernels.reference import moe as reference_moe
 
-MAX_EXPERTS, MAX_CHOSEN = 512, 8  # as in moe.cu
+MAX_EXPERTS, MAX_CHOSEN = 512, 8  # as in select.cuh
 MAX_SLOTS = ROW_TILE * MAX_CHOSEN + 1
-PLAN_WEIGHTS = 4 + 2 * MAX_SLOTS + 2
+PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS = 4, 4 + MAX_SLOTS, 4 + 2 * MAX_SLOTS + 2
 PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
 MAX_HEADS = 64  # whose norms one projection can apply
-PREFETCHED = 16384  # bytes that one idle block asks for
+ASKED_PIECE, ASKERS = 16384, 8  # bytes that a thread of route_select asks for, such threads of a block: as in route.cu
 
 
 class Gated(NamedTuple):
@@ -146,21 +147,31 @@ class DenseOps:
         if rows is None:
             gate = params.gate if self.gate_fp32 else params.gate.bfloat16().float()
             return reference_moe.route(h, replace(params, gate=gate))
-        count, chosen = params.gate.shape[0], params.experts_per_token
+        count = params.gate.shape[0]
         _check_router(params)
         gate, width = self._gate(params.gate), h.shape[1]
-        logits = torch.empty(ROW_TILE, count, dtype=torch.float32, device=h.device)
-        wide = gate.shape[1]
-        self._stream("router", -(-count // 16), wide, rows, [h, gate, logits, rows, count, width, wide])
-        experts = torch.empty(h.shape[0], chosen, dtype=torch.int64, device=h.device)
-        weights = torch.empty(h.shape[0], chosen, dtype=torch.float32, device=h.device)
-        plan = torch.empty(PLAN_WORDS, dtype=torch.int32, device=h.device)
+        _check_window(h, rows)
+        _width("hidden size", width)
+        parts, warps = router_parts(gate.shape[1])
+        logits = torch.empty(parts, ROW_TILE, count, dtype=torch.float32, device=h.device)
+        args = [h, gate, logits, rows, count, width, gate.shape[1], params.bias, 4 * count]
+        grid, shared_bytes = (-(-count // 16), parts), sums_bytes(warps, rows, 1)
+        self.device.launch(_named("router", rows), grid, warps * 32, args, shared_bytes)
+        return self._select(logits, params, rows)
+
+    def _select(self, logits: Tensor, params: MoeParams, rows: int) -> Routing:
+        """logits [parts, ROW_TILE, E] fp32, one or two parts that are to be added."""
+        parts, _, count = logits.shape
+        chosen, device = params.experts_per_token, logits.device
+        experts = torch.empty(ROW_TILE, chosen, dtype=torch.int64, device=device)
+        weights = torch.empty(ROW_TILE, chosen, dtype=torch.float32, device=device)
+        plan = torch.empty(PLAN_WORDS, dtype=torch.int32, device=device)
         shared = params.shared
         asked = [t.numel() * t.element_size() if self.prefetch else 0 for t in (shared.gate_up, shared.down)]
         args = [logits, params.bias, experts, weights, plan, count, params.n_group, params.topk_group, chosen]
-        args += [float(params.scale), rows, shared.gate_up, shared.down, *asked]
-        blocks = 1 + sum(-(-size // PREFETCHED) for size in asked)
-        self.device.launch("route_select", blocks, MAX_EXPERTS, args)
+        args += [float(params.scale), (parts - 1) * ROW_TILE * count, shared.gate_up, shared.down, *asked]
+        pieces = sum(-(-size // ASKED_PIECE) for size in asked)
+        self.device.launch("route_select", 1 + -(-pieces // ASKERS), rows * 32, args)
         return Routing(experts, weights, plan)
 
     def experts(self, h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
@@ -196,8 +207,7 @@ class DenseOps:
         if chosen > MAX_CHOSEN:
             raise KernelError(f"{chosen} experts for a token: at most {MAX_CHOSEN} are supported")
         plan = torch.empty(PLAN_WORDS, dtype=torch.int32, device=routing.experts.device)
-        args = [routing.experts, routing.weights, plan, chosen, rows]
-        self.device.launch("route_plan", 1, MAX_EXPERTS, args)
+        self.device.launch("route_plan", 1, rows * 32, [routing.experts, routing.weights, plan, chosen])
         return plan
 
     def _deal(self, name: str, tiles: int, width: int, rows: int) -> tuple[int, int]:
@@ -251,10 +261,15 @@ def _parts(gate: Tensor) -> Tensor:
 
 def _check_router(params: MoeParams) -> None:
     count, groups = params.gate.shape[0], params.n_group
-    if count > MAX_EXPERTS or count % groups or groups & (groups - 1) or groups > 32:
-        raise KernelError(f"{count} experts in {groups} groups: at most {MAX_EXPERTS}, in 1, 2, 4 .. 32 equal groups")
+    if count > MAX_EXPERTS or count % (4 * groups) or groups & (groups - 1) or groups > 32:
+        text = f"{count} experts in {groups} groups: at most {MAX_EXPERTS}, in 1, 2, 4 .. 32 groups of 4, 8, 12 .."
+        raise KernelError(text)
+    if params.bias.data_ptr() % 16:
+        raise KernelError("the router's bias does not lie on a multiple of 16 bytes")
     if params.experts_per_token > MAX_CHOSEN:
         raise KernelError(f"{params.experts_per_token} experts for a token: at most {MAX_CHOSEN} are supported")
+    if params.topk_group * count // groups < params.experts_per_token:
+        raise KernelError(f"{params.topk_group} groups of {count // groups} experts: too few for a token's choices")
 
 
 def _named(name: str, rows: int) -> str:

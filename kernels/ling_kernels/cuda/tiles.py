@@ -72,6 +72,14 @@ def down_shape(width: int) -> tuple[int, int]:
     return warps, -(-chunks // warps)
 
 
+def router_parts(width: int) -> tuple[int, int]:
+    """Parts of K, a block each, and warps of a block, so that every warp's weights are on their way at once; at most
+    two, which selection adds."""
+    chunks = num_chunks(width)
+    parts = 1 if chunks <= MAX_WARPS * DEPTH else 2
+    return parts, min(MAX_WARPS, -(-chunks // (parts * DEPTH)))
+
+
 def tiles_per_block(tiles: int, slots: int) -> int:
     """Tiles that each block takes so that all blocks are on the machine at once, `slots` of them at most."""
     return -(-tiles // max(1, slots))

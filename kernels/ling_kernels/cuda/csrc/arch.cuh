@@ -149,6 +149,9 @@ __device__ __forceinline__ void let_next_start_early() {
 #endif
 }
 
+// Have a number worked out where this stands in the program, before the wait, rather than where it is first used.
+__device__ __forceinline__ void settle_here(int& x) { asm volatile("" : "+r"(x)); }
+
 // ---- warp ------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float warp_sum(float x) {

@@ -16,20 +16,6 @@ struct StoreRows {
 };
 
 template <int NT>
-struct StoreFloats {
-  float* out;
-  int n, live;
-
-  __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
-    for (int o = threadIdx.x; o < live * 16; o += blockDim.x) {
-      const int token = o / 16, row = tile * 16 + o % 16;
-      if (row < n) out[i64(token) * n + row] = sums.at(token, o % 16);
-    }
-  }
-  __device__ __forceinline__ void finish() {}
-};
-
-template <int NT>
 struct StoreSwiglu {
   bf16* out;
   int inner, live;
@@ -125,13 +111,6 @@ __device__ __forceinline__ void head(
   stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
-template <int NT>
-__device__ __forceinline__ void router(
-    const bf16* x, const bf16* w, float* out, int live, int n, int k, int width, int per) {
-  StoreFloats<NT> store = {out, n, live};
-  stream_tiles<NT, true>(Matrix{w, n, width, per}, Tokens{x, k, k, live}, Plain{}, store);
-}
-
 // x [*, k], w [n, k] -> out [*, n]; `live` rows. Grid: ceil(n / 16 / per). Shared: 2 · warps · 8 NT · PITCH floats.
 #define LINEAR(NAME, NT)                                                                                          \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
@@ -158,13 +137,3 @@ MLP_GATE_UP(mlp_gate_up_16, 2)
   }
 HEAD(head_8, 1)
 HEAD(head_16, 2)
-
-// x [*, k], w [n, width] -> out [*, n] fp32. width: k, or parts of an fp32 weight side by side, each of k values
-// rounded up to a chunk.
-#define ROUTER(NAME, NT)                                                                                          \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* w, float* out, int live, int n, int k, int width, int per) {                     \
-    router<NT>(x, w, out, live, n, k, width, per);                                                                \
-  }
-ROUTER(router_8, 1)
-ROUTER(router_16, 2)
