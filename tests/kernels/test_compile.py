@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,6 +57,29 @@ def test_what_was_compiled_is_found_again_until_something_changes(tmp_path: Path
     assert build() != first
     assert len(asked) == 3
     assert sorted(p.suffix for p in cache.iterdir()) == [".cubin"] * 3  # nothing half-written is left
+
+
+def test_what_is_missing_is_compiled_at_the_same_time(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling.build("sm_90", tmp_path)
+    names = ("other", "third", "small")
+    for name in names[:2]:
+        (sources / f"{name}.cu").write_text(SMALL.replace("small", name))
+    asked: list[tuple[str, int, int]] = []
+    both, real = threading.Barrier(2, timeout=20), compiling.compile_unit
+
+    def compile_unit(unit: str, arch: str) -> tuple[bytes, str]:
+        both.wait()  # for the other one, which must be under way too
+        return real(unit, arch)
+
+    monkeypatch.setattr(compiling, "compile_unit", compile_unit)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    built = compiling.build("sm_90", tmp_path, lambda *step: asked.append(step))
+    assert list(built) == sorted(names)
+    assert all(name.encode() in built[name] for name in names)
+    assert [step[1:] for step in asked] == [(1, 3), (2, 3)]
+    assert asked[0][0] == "other"
 
 
 def test_a_cache_that_cannot_be_written_costs_a_compilation_only(tmp_path: Path, sources: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from ling_kernels.ops import KernelError
@@ -20,7 +21,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 OPTIONS = ("--std=c++17", "--ptxas-options=-v", "--generate-line-info")
 
 ProgressFn = Callable[[str, int, int], None]
-"""Called with (unit, units done, units in all) before each unit that has to be compiled."""
+"""Called with (a unit under way, units done, units in all): at the start, and while there are more, after each unit."""
 
 
 def units() -> list[str]:
@@ -35,18 +36,33 @@ def build(arch: str, cache: Path | None, progress: ProgressFn | None = None) -> 
     """
     nvrtc = _nvrtc()
     _, major, minor = nvrtc.nvrtcVersion()
-    names, built = units(), {}
-    for number, unit in enumerate(names):
-        path = None if cache is None else cache / f"{unit}-{arch}-{_key(unit, arch, f'{major}.{minor}')}.cubin"
-        if path is not None and path.exists():
-            built[unit] = path.read_bytes()
-            continue
-        if progress:
-            progress(unit, number, len(names))
-        built[unit], _ = compile_unit(unit, arch)
-        if path is not None:
-            _keep(path, built[unit])
-    return built
+    names = units()
+    paths = {u: cache / f"{u}-{arch}-{_key(u, arch, f'{major}.{minor}')}.cubin" for u in names} if cache else {}
+    built = {unit: path.read_bytes() for unit, path in paths.items() if path.exists()}
+    missing = [unit for unit in names if unit not in built]
+    if progress and missing:
+        progress(missing[0], len(built), len(names))
+    for unit, cubin in _compile_all(missing, arch):
+        built[unit] = cubin
+        if unit in paths:
+            _keep(paths[unit], cubin)
+        left = [name for name in missing if name not in built]
+        if progress and left:
+            progress(left[0], len(built), len(names))
+    return {unit: built[unit] for unit in names}
+
+
+def _compile_all(names: list[str], arch: str) -> Iterator[tuple[str, bytes]]:
+    """Units with their cubins as they get ready. The compiler works without Python's lock, so threads are enough."""
+    if not names:
+        return
+    pool = ThreadPoolExecutor(min(len(names), os.cpu_count() or 1))
+    try:
+        under_way = {pool.submit(compile_unit, unit, arch): unit for unit in names}
+        for done in as_completed(under_way):
+            yield under_way[done], done.result()[0]
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def compile_unit(unit: str, arch: str) -> tuple[bytes, str]:
