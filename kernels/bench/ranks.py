@@ -2,8 +2,6 @@
 
 python kernels/bench/ranks.py                                  # 2 GPUs: start-up test and exchange latencies only
 python kernels/bench/ranks.py --model flash --draft            # each GPU its part of Flash: steps, breakdown, jitter
-python kernels/bench/ranks.py --model tiny --ids one.json --ranks 1 && python kernels/bench/ranks.py --model tiny \
-    --ids one.json                                             # the same greedy ids at 1 and 2 ranks, or a near tie
 python kernels/bench/ranks.py --fallback                       # NCCL in place of peer memory
 
 One process a GPU; nothing waits longer than --deadline seconds. Weights are random: times are real, texts are not.
@@ -13,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import os
 import signal
 import socket
@@ -35,6 +32,7 @@ from ling_kernels.exchange import Board
 from ling_kernels.ops import ROW_TILE
 from ling_local.engine import dummy
 from ling_local.engine.capture import CapturedStep
+from ling_local.engine.exchange_probe import chain_us
 from ling_local.engine.follow import Peers, follow
 from ling_local.engine.gpu import GpuOptions
 from ling_local.engine.launch import bus_id
@@ -44,9 +42,9 @@ from ling_local.engine.protocol import Dummy, EngineInfo
 from ling_local.engine.shapes import dummy_draft_config
 from ling_local.engine.shard import Shard
 from ling_local.engine.step import step
+from ling_local.paths import cache_dir
 from ling_local.types import SamplingParams, TokenRequest
 
-CHAIN, REPLAYS = 100, 20
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -84,27 +82,6 @@ class Rank:
             self.board.share()
 
 
-def graph_us(at: Rank, run: Callable[[], object]) -> float:
-    """Microseconds of one `run` in a graph of CHAIN of them, one after the other; the best of REPLAYS."""
-    run()
-    at.together()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(CHAIN):
-            run()
-    at.together()
-    spans = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        spans.append(1000 * start.elapsed_time(end) / CHAIN)
-    at.together()
-    return statistics.median(spans)
-
-
 def time_exchange(at: Rank, width: int, vocab: int) -> None:
     """Latencies of each exchange, one after the other in a graph: what it adds to a step."""
     ops, where = at.ops, at.device
@@ -127,7 +104,7 @@ def time_exchange(at: Rank, width: int, vocab: int) -> None:
     if at.ops.exchange.narrow is not None:
         kinds["sum alone"] = lambda m: launch_sum(ops.device, ops.exchange, part, None, total, m)
     for name, run in kinds.items():
-        figures = [graph_us(at, lambda m=m, run=run: run(m)) for m in (1, 9)]
+        figures = [chain_us(at.board, lambda m=m, run=run: run(m)) for m in (1, 9)]
         at.say(f"| {name} | {figures[0]:.2f} | {figures[1]:.2f} |")
     at.ops.exchange.check()
 
@@ -231,47 +208,21 @@ def breakdown(at: Rank, run: Callable[[], None], steps: int = 5) -> None:
     at.together()
 
 
-def generate(engine: NativeEngine, num: int, draft: bool) -> tuple[list[int], list[float]]:
-    """Ids, and milliseconds between steps as the front would see them."""
+def gaps_of(engine: NativeEngine, num: int, draft: bool) -> list[float]:
+    """Milliseconds between steps of `num` tokens, as the front would see them."""
     request = TokenRequest(tuple(range(5, 69)), sampling=GREEDY, max_tokens=num, draft=draft, full_width=draft)
-    results = list(engine.generate(request))
-    times = [result.time_s for result in results]
-    gaps = [1000 * (b - a) for a, b in pairwise(times[8:])]
-    return [token for result in results for token in result.ids], gaps
+    times = [result.time_s for result in engine.generate(request)]
+    return [1000 * (b - a) for a, b in pairwise(times[8:])]
 
 
 def lead(at: Rank, engine: NativeEngine) -> None:
-    """Rank 0: whole generations through the engine, jitter, and the ids of another number of ranks."""
-    args = at.args
-    if args.jitter:
-        for draft in (False, True) if engine.drafter else (False,):
-            ids, gaps = generate(engine, args.jitter if not draft else args.jitter // 5, draft)
-            ordered = sorted(gaps)
-            middle, late = statistics.median(ordered), ordered[int(0.99 * len(ordered))]
-            kind = f"{len(ids)} tokens, drafts {'on' if draft else 'off'}"
-            at.say(f"{kind}: step median {middle:.3f} ms, p99 {late:.3f} ({late / middle:.3f}), max {ordered[-1]:.3f}")
-    if args.ids:
-        compare(at, engine, Path(args.ids))
-
-
-def compare(at: Rank, engine: NativeEngine, path: Path, num: int = 2000) -> None:
-    plain, _ = generate(engine, num, False)
-    if engine.drafter:
-        drafted, _ = generate(engine, num, True)
-        at.say(f"{num} tokens with and without drafts equal: {drafted == plain}")
-    if not path.exists():
-        path.write_text(json.dumps(plain))
-        at.say(f"{num} ids of {at.size} ranks kept in {path}")
-        return
-    want = json.loads(path.read_text())
-    parted = next((i for i, (a, b) in enumerate(zip(plain, want, strict=True)) if a != b), None)
-    if parted is None:
-        at.say(f"{num} ids equal to those in {path}")
-        return
-    logits = engine.score((*range(5, 69), *want[:parted]))[-1]
-    best = logits.topk(2)
-    margin = (best.values[0] - best.values[1]).item() / logits.std().item()
-    at.say(f"ids part after {parted} tokens; the best two logits are {margin:.2e} standard deviations apart")
+    """Rank 0: whole generations through the engine, and their jitter."""
+    for draft in (False, True) if engine.drafter else (False,):
+        num = at.args.jitter // 5 if draft else at.args.jitter
+        ordered = sorted(gaps_of(engine, num, draft))
+        middle, late = statistics.median(ordered), ordered[int(0.99 * len(ordered))]
+        kind = f"{num} tokens, drafts {'on' if draft else 'off'}"
+        at.say(f"{kind}: step median {middle:.3f} ms, p99 {late:.3f} ({late / middle:.3f}), max {ordered[-1]:.3f}")
 
 
 def run_rank(args: argparse.Namespace) -> None:
@@ -285,7 +236,7 @@ def run_rank(args: argparse.Namespace) -> None:
         engine = make_engine(at)
         if not args.no_steps:
             time_steps(at, engine)
-        if args.jitter or args.ids:
+        if args.jitter:
             serve(at, engine)
     if at.board:
         at.board.share()
@@ -347,12 +298,11 @@ def main() -> None:
     parser.add_argument("--draft", action="store_true", help="with a 5-layer block-8 DSpark draft")
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--jitter", type=int, default=0, help="tokens to generate through the engine")
-    parser.add_argument("--ids", help="file of greedy ids: compared with, or written where it is not there")
     parser.add_argument("--no-latency", action="store_true")
     parser.add_argument("--no-steps", action="store_true")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--fallback", action="store_true", help="NCCL, as where peer memory does not work")
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/ling-kernels"), help="folder for compiled kernels")
+    parser.add_argument("--cache", type=Path, default=cache_dir() / "kernels", help="folder for compiled kernels")
     parser.add_argument("--deadline", type=float, default=240.0)
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--fds", type=lambda text: [int(fd) for fd in text.split(",")], help=argparse.SUPPRESS)

@@ -19,7 +19,7 @@ from ling_kernels.exchange import Board
 from ling_kernels.ops import ROW_TILE
 from ling_local.paths import cache_dir
 
-WIDTH, CHAIN, REPLAYS = 2560, 50, 15
+WIDTH, CHAIN, REPLAYS = 2560, 100, 20
 
 
 def main(rank: int, size: int, index: int, fd: int) -> None:
@@ -33,7 +33,8 @@ def main(rank: int, size: int, index: int, fd: int) -> None:
     figures = []
     with torch.inference_mode():
         for rows in (1, 9):
-            figures.append(_microseconds(board, lambda rows=rows: ops.exchange_norm(x, x, weight, 1e-6, rows)))
+            us = chain_us(board, lambda rows=rows: ops.exchange_norm(x, x, weight, 1e-6, rows))
+            figures.append(round(us, 2))
     ops.exchange.check()
     if rank == 0:
         found = {"kind": ops.exchange.kind, "note": ops.note, "one_row_us": figures[0], "nine_rows_us": figures[1]}
@@ -42,8 +43,8 @@ def main(rank: int, size: int, index: int, fd: int) -> None:
     board.share()
 
 
-def _microseconds(board: Board, run: Callable[[], object]) -> float:
-    """Of one `run` in a graph of CHAIN of them, in the median of REPLAYS; all ranks begin together."""
+def chain_us(board: Board, run: Callable[[], object]) -> float:
+    """Microseconds of one `run` in a graph of CHAIN of them, in the median of REPLAYS; all ranks call it together."""
     run()
     torch.cuda.synchronize()
     board.share()
@@ -51,6 +52,7 @@ def _microseconds(board: Board, run: Callable[[], object]) -> float:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(CHAIN):
             run()
+    torch.cuda.synchronize()
     board.share()
     spans = []
     for _ in range(REPLAYS):
@@ -60,7 +62,7 @@ def _microseconds(board: Board, run: Callable[[], object]) -> float:
         end.record()
         torch.cuda.synchronize()
         spans.append(1000 * start.elapsed_time(end) / CHAIN)
-    return round(statistics.median(spans), 2)
+    return statistics.median(spans)
 
 
 if __name__ == "__main__":
