@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,20 +41,39 @@ class _Memory(ctypes.Structure):
 
 def visible_gpus() -> list[Gpu]:
     """The GPUs that this process may use; none where the driver does not answer."""
+    with open_nvml() as nvml:
+        return [Gpu(index, *_ask(nvml, number)) for index, number in enumerate(visible(nvml))] if nvml else []
+
+
+@contextmanager
+def open_nvml() -> Iterator[ctypes.CDLL | None]:
+    """The driver's management library; None where there is none, or it does not start."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        if nvml.nvmlInit_v2() != 0:
-            return []
+        started = nvml.nvmlInit_v2() == 0
     except (OSError, AttributeError):
-        return []
+        started = False
+    if not started:
+        yield None
+        return
     try:
-        count = ctypes.c_uint()
-        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        found = [_ask(nvml, number) for number in range(count.value)]
+        yield nvml
     finally:
         nvml.nvmlShutdown()
-    order = visible_order(os.environ.get("CUDA_VISIBLE_DEVICES"), len(found))
-    return [Gpu(index, *found[number]) for index, number in enumerate(order)]
+
+
+def visible(nvml: ctypes.CDLL) -> list[int]:
+    """The driver's numbers of the GPUs that this process may use, in CUDA's order."""
+    count = ctypes.c_uint()
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    return visible_order(os.environ.get("CUDA_VISIBLE_DEVICES"), count.value)
+
+
+def gpu_handle(nvml: ctypes.CDLL, number: int) -> ctypes.c_void_p:
+    """What the library knows a GPU by."""
+    handle = ctypes.c_void_p()
+    nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle))
+    return handle
 
 
 def visible_order(variable: str | None, count: int) -> list[int]:
@@ -70,10 +91,9 @@ def visible_order(variable: str | None, count: int) -> list[int]:
 
 
 def _ask(nvml: ctypes.CDLL, number: int) -> tuple[str, int, int, tuple[int, int]]:
-    handle, memory = ctypes.c_void_p(), _Memory()
+    handle, memory = gpu_handle(nvml, number), _Memory()
     major, minor = ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(96)
-    nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle))
     nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
     nvml.nvmlDeviceGetName(handle, name, len(name))
     nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
@@ -96,13 +116,11 @@ def _default_size(spec: EngineSpec, gpus: list[Gpu]) -> int:
     if len(gpus) < 2:
         return 1
     try:
-        needs = {size: needed_bytes(spec, size) for size in fitting_sizes(spec, len(gpus))}
+        sizes = fitting_sizes(spec, len(gpus))
+        fitting = (size for size in sizes if needed_bytes(spec, size) <= min(gpu.free for gpu in gpus[:size]))
+        return next(fitting, max(sizes))
     except LingError:
         return 1  # the load says what is wrong with the model
-    for size, needed in needs.items():
-        if needed <= min(gpu.free for gpu in gpus[:size]):
-            return size
-    return max(needs)
 
 
 def fitting_sizes(spec: EngineSpec, most: int) -> list[int]:

@@ -13,14 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 
-from ling_local.engine.gpus import visible_order
+from ling_local.engine.gpus import gpu_handle, open_nvml, visible
 from ling_local.engine.shard import SIZES
 
 _P2P_WRITE, _P2P_NVLINK = 1, 2
-_MAX_NVLINKS = 36
 _TAIL = 2000
 
 
@@ -52,45 +52,13 @@ class Trial:
 
 def find_links() -> list[Link]:
     """Every pair of GPUs that this process may use; none where the driver does not answer."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        if nvml.nvmlInit_v2() != 0:
-            return []
-    except (OSError, AttributeError):
-        return []
-    try:
-        count = ctypes.c_uint()
-        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        order = visible_order(os.environ.get("CUDA_VISIBLE_DEVICES"), count.value)
-        handles = [_handle(nvml, number) for number in order]
+    with open_nvml() as nvml, suppress(AttributeError):  # a library older than these questions
+        handles = [gpu_handle(nvml, number) for number in visible(nvml)] if nvml else []
         return [
             Link(a, b, _p2p(nvml, handles[a], handles[b], _P2P_NVLINK), _p2p(nvml, handles[a], handles[b], _P2P_WRITE))
             for a, b in combinations(range(len(handles)), 2)
         ]
-    except AttributeError:  # a library older than these questions
-        return []
-    finally:
-        nvml.nvmlShutdown()
-
-
-def num_nvlinks(index: int) -> int:
-    """NVLink connections of a GPU that are up."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        if nvml.nvmlInit_v2() != 0:
-            return 0
-    except (OSError, AttributeError):
-        return 0
-    try:
-        up, handle = 0, _handle(nvml, index)
-        for number in range(_MAX_NVLINKS):
-            state = ctypes.c_uint()
-            up += nvml.nvmlDeviceGetNvLinkState(handle, number, ctypes.byref(state)) == 0 and state.value == 1
-        return up
-    except AttributeError:
-        return 0
-    finally:
-        nvml.nvmlShutdown()
+    return []
 
 
 def try_exchange(gpus: Sequence[int], seconds: float = 120.0) -> Trial:
@@ -134,12 +102,6 @@ def _outcome(processes: list[subprocess.Popen[bytes]], until: float, seconds: fl
     if failed is not None:
         return {"kind": "", "note": f"rank {failed}: {last}"}
     return json.loads(last)
-
-
-def _handle(nvml: ctypes.CDLL, number: int) -> ctypes.c_void_p:
-    handle = ctypes.c_void_p()
-    nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle))
-    return handle
 
 
 def _p2p(nvml: ctypes.CDLL, first: ctypes.c_void_p, second: ctypes.c_void_p, kind: int) -> bool:

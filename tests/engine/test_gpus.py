@@ -11,8 +11,8 @@ import torch
 
 from checkpoints import write_checkpoint
 from ling_local.engine import gpus
-from ling_local.engine.gpus import Gpu, needed_bytes, rank_devices, visible_order
-from ling_local.engine.links import Link, find_links, num_nvlinks, try_exchange
+from ling_local.engine.gpus import Gpu, needed_bytes, rank_devices, visible_gpus, visible_order
+from ling_local.engine.links import Link, find_links, try_exchange
 from ling_local.engine.pinning import cpu_list, launcher_cpu
 from ling_local.engine.protocol import EngineSpec
 from ling_local.engine.pulse import LOOK_S, Listener, Pulse, make_pulse
@@ -63,7 +63,6 @@ def test_named_gpus_are_the_ones(spec: EngineSpec) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there would be an answer")
 def test_a_trial_without_gpus_ends_with_a_reason() -> None:
     assert find_links() == []
-    assert num_nvlinks(0) == 0
     trial = try_exchange((0, 1), 60)
     assert trial.kind == ""
     assert "rank" in trial.note
@@ -100,3 +99,53 @@ def test_who_stops_counting_is_silent_and_who_goes_on_is_not() -> None:
         assert listener.silent_for() == [0, look * LOOK_S]
     pulse.beat(1)
     assert listener.silent_for()[1] == 0
+
+
+class Nvml:
+    """A management library that knows three GPUs, two of them linked. It answers by reference, as the real one."""
+
+    shut = False
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlShutdown(self) -> None:
+        self.shut = True
+
+    def nvmlDeviceGetCount_v2(self, count) -> None:
+        count._obj.value = 3
+
+    def nvmlDeviceGetHandleByIndex_v2(self, number: int, handle) -> None:
+        handle._obj.value = number + 1
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory) -> None:
+        memory._obj.free, memory._obj.total = handle.value * 100, 1000
+
+    def nvmlDeviceGetName(self, handle, name, size: int) -> None:
+        name.value = b"GPU of handle %d" % handle.value
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle, major, minor) -> None:
+        major._obj.value, minor._obj.value = 9, 0
+
+    def nvmlDeviceGetP2PStatus(self, first, second, kind: int, status) -> int:
+        status._obj.value = 0 if kind == 1 or {first.value, second.value} == {1, 3} else 4
+        return 0
+
+
+def test_the_driver_is_asked_for_the_gpus_in_cudas_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml()
+    monkeypatch.setattr("ctypes.CDLL", lambda name: nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0,1")
+    assert visible_gpus()[0] == Gpu(0, "GPU of handle 3", 300, 1000, (9, 0))
+    assert nvml.shut
+    nvml.shut = False
+    assert find_links() == [Link(0, 1, True, True), Link(0, 2, False, True), Link(1, 2, False, True)]
+    assert nvml.shut
+    monkeypatch.delattr(Nvml, "nvmlDeviceGetP2PStatus")  # a library older than that question
+    assert find_links() == []
+
+
+def test_a_driver_that_does_not_start_leaves_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Nvml, "nvmlInit_v2", lambda self: 9)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Nvml())
+    assert visible_gpus() == find_links() == []
