@@ -1,4 +1,4 @@
-"""Two or more ranks in the threads of one process, for tests of what they compute."""
+"""Two or more ranks in the threads of one process, and what ranks say beside what one does, for tests of both."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ling_kernels.exchange import Board
+from ling_kernels.ops import ROW_TILE
 from ling_local.engine.follow import Peers, follow
 from ling_local.engine.native import NativeEngine
+from ling_local.engine.remote import RemoteEngine
+from ling_local.types import SamplingParams, TokenRequest
 
 
 def boards(size: int) -> list[Board]:
@@ -22,6 +25,27 @@ def boards(size: int) -> list[Board]:
         return [Board(fd, rank, size) for rank in range(size)]
     finally:
         os.close(fd)
+
+
+def ids_of(
+    engine: NativeEngine | RemoteEngine, prompt: tuple[int, ...], num: int, draft: bool, params: SamplingParams
+) -> list[int]:
+    """The ids of an answer."""
+    request = TokenRequest(prompt, sampling=params, max_tokens=num, draft=draft)
+    return [token for result in engine.generate(request) for token in result.ids]
+
+
+def assert_same_up_to_a_near_tie(
+    got: list[int], want: list[int], alone: NativeEngine, prompt: tuple[int, ...], near: float = 1e-4
+) -> None:
+    """Sums over ranks are taken in another order: only where two logits nearly tie may the texts part. near: standard
+    deviations of the logits."""
+    parted = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
+    if parted is not None:
+        logits = alone.score((*prompt, *want[:parted]), window=ROW_TILE)[-1]
+        best = logits.topk(2).values
+        margin = ((best[0] - best[1]) / logits.std()).item()
+        assert margin < near, f"parted after {parted} tokens, {margin:.1e} standard deviations from a tie"
 
 
 @contextmanager

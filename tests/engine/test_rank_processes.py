@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import write_checkpoint, write_draft
+from ling_local.engine.native import NativeEngine
 from ling_local.engine.protocol import EngineSpec, Progress
 from ling_local.engine.remote import RemoteEngine
 from ling_local.errors import EngineDied, EngineError, ExchangeTimeout, UsageError
 from ling_local.paths import demo_dir
 from ling_local.types import FinishReason, SamplingParams, TokenRequest
+from ranks import assert_same_up_to_a_near_tie, ids_of
 
 PROMPT = tuple((37 * i + 11) % 4000 for i in range(30))
 GREEDY = SamplingParams(temperature=0.0)
@@ -77,6 +80,28 @@ def test_two_processes_answer_cancel_and_answer_again(start: Callable[..., Remot
     assert [token for step in engine.generate(request) for token in step.ids] == first
     engine.close()
     assert not any(map(is_running, engine.pids))
+
+
+def test_four_processes_say_what_one_rank_does_and_end_with_one_of_them(
+    start: Callable[..., RemoteEngine], tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "m", num_attention_heads=4, num_key_value_heads=4)
+    write_draft(folder / "dspark", folder, num_attention_heads=4, num_key_value_heads=4)
+    engine = start(EngineSpec(str(folder), draft="dspark", ranks=4))
+    alone = NativeEngine.load(folder, draft="dspark", threads=1)
+    assert engine.info.ranks == 4
+    prompt = tuple(range(5, 25))
+    plain = ids_of(engine, prompt, 60, False, GREEDY)
+    assert ids_of(engine, prompt, 60, True, GREEDY) == plain
+    assert_same_up_to_a_near_tie(plain, ids_of(alone, prompt, 60, False, GREEDY), alone, prompt)
+    steps = iter(engine.generate(TokenRequest(prompt, sampling=GREEDY, max_tokens=7000)))
+    next(steps)
+    begun = time.monotonic()
+    os.kill(engine.pids[3], signal.SIGKILL)
+    with pytest.raises(EngineDied, match=r"^rank 3 \(cpu\) was killed by SIGKILL"):
+        list(steps)
+    assert wait_gone(engine.pids)
+    assert time.monotonic() - begun < 5
 
 
 @pytest.mark.parametrize("rank", [0, 1])

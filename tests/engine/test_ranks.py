@@ -21,25 +21,11 @@ from ling_local.paths import demo_dir
 from ling_local.types import FinishReason, SamplingParams, TokenRequest
 from parity import assert_bits
 from published import DRAFT, FLASH, TINY
-from ranks import ranks_of
+from ranks import assert_same_up_to_a_near_tie, ids_of, ranks_of
 
 PROMPT = tuple((37 * i + 11) % 4000 for i in range(30))
 GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(0.8, 30, 0.9, 3)
 WIDE = {"num_attention_heads": 4, "num_key_value_heads": 4}
-
-
-def ids_of(engine: NativeEngine, prompt: tuple[int, ...], num: int, draft: bool, params: SamplingParams) -> list[int]:
-    request = TokenRequest(prompt, sampling=params, max_tokens=num, draft=draft)
-    return [token for result in engine.generate(request) for token in result.ids]
-
-
-def assert_same_up_to_a_near_tie(got: list[int], want: list[int], alone: NativeEngine, prompt: tuple[int, ...]) -> None:
-    """Sums over ranks are taken in another order: only where two logits nearly tie may the texts part."""
-    parted = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
-    if parted is not None:
-        logits = alone.score((*prompt, *want[:parted]), window=1)[-1]
-        best = logits.topk(2).values
-        assert best[0] - best[1] < 1e-4 * logits.std(), f"parted after {parted} tokens without a tie"
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -9,12 +9,13 @@ import pytest
 import ling_kernels
 from device_checks import Place
 from ling_kernels.cuda import CudaOps
+from ling_local.paths import cache_dir
 
 
 @pytest.fixture(scope="session")
-def cubins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernels are kept once compiled."""
-    return tmp_path_factory.mktemp("cubins")
+def cubins() -> Path:
+    """Where engines keep compiled kernels, too: nothing is compiled twice, and what is old is never found."""
+    return cache_dir() / "kernels"
 
 
 @pytest.fixture(scope="session")
