@@ -119,8 +119,11 @@ class _Count:
     """Tokens done of all that all engines will make, told with each step."""
 
     def __init__(self, lanes: Sequence[Lane], report: ProgressFn) -> None:
-        plans = [lane.plan for lane in lanes]
-        self._all = sum(p.warmup * min(p.tokens, _WARMUP_TOKENS) + p.repetitions * p.tokens for p in plans)
+        self._all = 0
+        for lane in lanes:
+            plan = lane.plan
+            tokens = plan.warmup * min(plan.tokens, _WARMUP_TOKENS) + plan.repetitions * plan.tokens
+            self._all += tokens * (2 if _is_forced(lane) else 1)
         self._done = 0
         self._report = report
 
@@ -145,8 +148,9 @@ def _repeat(lane: Lane, text_model: TextModel, index: int, count: _Count) -> Sam
         count.tell(BenchProgress(stage, number, of, done, tokens, lane.name))
 
     tell(0)
-    if plan.draft and lane.engine.info.forced:
-        _say_once(lane.engine, text_model, request, ids)
+    if _is_forced(lane):
+        _say_once(lane.engine, text_model, request, ids, tell)
+        count.add(tokens)
     elif plan.task in ("chat", "random"):
         forget(lane.engine, _first_id(text_model, request, ids))
     sample = _measure(lane.engine, text_model, request, ids, tell)
@@ -154,10 +158,18 @@ def _repeat(lane: Lane, text_model: TextModel, index: int, count: _Count) -> Sam
     return sample
 
 
-def _say_once(engine: Engine, text_model: TextModel, request: Request, ids: Sequence[int] | None) -> None:
+def _is_forced(lane: Lane) -> bool:
+    """Each repetition is then made once more before it is measured."""
+    return lane.plan.draft and bool(lane.engine.info.forced)
+
+
+def _say_once(
+    engine: Engine, text_model: TextModel, request: Request, ids: Sequence[int] | None, tell: Callable[[int], None]
+) -> None:
     """Let the engine hear its own answer without drafts, which forced accept counts are made from, and forget it."""
-    for _ in generate(engine, text_model, replace(request, draft=False), ids=ids):
-        pass
+    for event in generate(engine, text_model, replace(request, draft=False), ids=ids):
+        if isinstance(event, StatsEvent):
+            tell(event.stats.tokens)
     forget(engine, _first_id(text_model, request, ids))
 
 

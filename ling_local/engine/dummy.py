@@ -11,6 +11,7 @@ from ling_local.engine.config import DraftConfig, ModelConfig
 from ling_local.engine.drafts import draft_params
 from ling_local.engine.dspark import DSpark
 from ling_local.engine.layout import DRAFT_COPIES, TensorSpec, draft_layout, model_layout
+from ling_local.engine.protocol import Progress, ProgressFn
 from ling_local.engine.shapes import FLASH, MODELS, TINY, draft_for, shard_of
 from ling_local.engine.shard import WHOLE, Shard, rank_draft
 from ling_local.engine.weights import Weights, assemble, empty_fields
@@ -18,10 +19,17 @@ from ling_local.engine.weights import Weights, assemble, empty_fields
 __all__ = ["FLASH", "MODELS", "TINY", "draft_for", "dummy_draft", "dummy_weights", "shard_of"]
 
 
-def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: str, seed: int = 0, shard: Shard = WHOLE) -> Weights:
+def dummy_weights(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: str,
+    seed: int = 0,
+    shard: Shard = WHOLE,
+    progress: ProgressFn | None = None,
+) -> Weights:
     """One rank's part of a model of random weights on `device`: for the same seed and kind of device the same model,
     however many ranks share it."""
-    return assemble(config, _fields(model_layout(config, shard.size), dtype, device, seed, shard), shard)
+    return assemble(config, _fields(model_layout(config, shard.size), dtype, device, seed, shard, progress), shard)
 
 
 def dummy_draft(config: DraftConfig, dtype: torch.dtype, device: str, seed: int = 1, shard: Shard = WHOLE) -> DSpark:
@@ -32,7 +40,14 @@ def dummy_draft(config: DraftConfig, dtype: torch.dtype, device: str, seed: int 
     return DSpark(config, draft_params(rank_draft(config, shard.size), fields, temperatures), config.block_size)
 
 
-def _fields(specs: list[TensorSpec], dtype: torch.dtype, device: str, seed: int, shard: Shard) -> dict[str, Tensor]:
+def _fields(
+    specs: list[TensorSpec],
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    shard: Shard,
+    progress: ProgressFn | None = None,
+) -> dict[str, Tensor]:
     """Values by which a product keeps the size of its input: activations stay finite, routing and gates alive.
 
     Every tensor is drawn whole, from a generator seeded by its place in the table, and then cut."""
@@ -40,9 +55,14 @@ def _fields(specs: list[TensorSpec], dtype: torch.dtype, device: str, seed: int,
     if device == "meta":
         return fields
     generator = torch.Generator(device)
+    total, done, said = sum(field.nbytes for field in fields.values()), 0, -1
     for number, spec in enumerate(specs):
+        if progress and 100 * done // total > said:
+            said = 100 * done // total
+            progress(Progress("making random weights", done, total))
         target = fields[spec.field] if spec.expert is None else fields[spec.field][spec.expert]
         target = target[spec.row : spec.row + spec.local_shape(shard.size)[0]]
+        done += target.nbytes
         if "norm" in spec.field.rpartition(".")[2]:
             target.fill_(1.0)
             continue
@@ -50,4 +70,6 @@ def _fields(specs: list[TensorSpec], dtype: torch.dtype, device: str, seed: int,
         scale = 0.1 if len(spec.shape) == 1 else math.prod(spec.shape[1:]) ** -0.5
         whole.normal_(0.0, scale, generator=generator.manual_seed(1_000_003 * seed + number))
         target.copy_(whole[shard.slices(spec)].reshape(target.shape))
+    if progress:
+        progress(Progress("making random weights", done, total))
     return fields

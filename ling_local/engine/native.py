@@ -23,7 +23,7 @@ from ling_local.engine.generation import CHUNK, NativeGeneration, RingEntry
 from ling_local.engine.gpu import PREFILL_CHUNK, GpuOptions, HostRing, errors_in_words, open_gpu_ops
 from ling_local.engine.layout import memory_bytes, model_layout, parameter_count
 from ling_local.engine.memory import MemoryPlan, free_bytes, plan_cpu, plan_gpu
-from ling_local.engine.protocol import Dummy, EngineInfo, ProgressFn
+from ling_local.engine.protocol import Dummy, EngineInfo, Progress, ProgressFn
 from ling_local.engine.shard import WHOLE, Shard
 from ling_local.engine.source import Source, open_source
 from ling_local.engine.state import RING_SLOTS, SequenceState, Snapshot
@@ -122,7 +122,7 @@ class NativeEngine(RankWork):
             if board:
                 board.share()  # before the first steps: in them a rank waits for the others only so long
             if gpu:
-                engine.capture_steps()
+                engine.capture_steps(progress)
         if threads:
             torch.set_num_threads(threads)
         elif not gpu and info.weight_bytes < SMALL_BYTES:
@@ -152,16 +152,18 @@ class NativeEngine(RankWork):
             self.step_times[True].note(width, following > 0, time.monotonic() - started)
 
     @torch.inference_mode()
-    def capture_steps(self) -> None:
+    def capture_steps(self, progress: ProgressFn | None = None) -> None:
         """Capture the graphs that a request will want, so that no first step pays for one and memory that is short is
         said at the load. `done` is set in a new state, so the steps change nothing that a request reads."""
         block, state = self._info.block, self._state
         kinds = [(1, 0), (1, block), (block + 1, block)] if block else [(1, 0)]
         sampling = state.sampling
-        for greedy in (True, False):
+        steps = [(greedy, *kind) for greedy in (True, False) for kind in kinds]
+        for number, (greedy, width, following) in enumerate(steps):
+            if progress:
+                progress(Progress("capturing steps", number, len(steps), "graphs"))
             state.sampling = sampling._replace(greedy=greedy)
-            for width, following in kinds:
-                self.step(self.ops, self.weights, state, self.drafter, width, following)
+            self.step(self.ops, self.weights, state, self.drafter, width, following)
         state.sampling = sampling
         state.clear()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -90,9 +90,10 @@ class RemoteEngine:
         self._close_lock = threading.Lock()
         self._outbox: deque[object] = deque()
         self._send_lock = threading.Lock()
-        self._worker, self._crew = start_all(spec, rank_devices(spec))
+        devices = rank_devices(spec)
+        self._worker, self._crew = start_all(spec, devices)
         self._connection = self._worker.connection
-        self._reader = start_thread(self._read, "engine-messages")
+        self._reader = start_thread(lambda: self._read(_starting(spec, devices)), "engine-messages")
         if self._crew:
             self._crew.watch(self._show, self._fail_all)
 
@@ -182,9 +183,11 @@ class RemoteEngine:
             finally:
                 self._send_lock.release()
 
-    def _read(self) -> None:
+    def _read(self, starting: Progress | None) -> None:
         """Body of the reader thread: hand on what arrives until the pipe closes."""
         try:
+            if starting:
+                self._show(starting)
             while True:
                 self._receive(self._connection.recv())
         except (EOFError, OSError):
@@ -240,6 +243,13 @@ class RemoteEngine:
         if self._closing:
             return EngineError("the engine was closed", "Open it again.")
         return self._worker.end_error()
+
+
+def _starting(spec: EngineSpec, devices: Sequence[str]) -> Progress | None:
+    """What to show until a process of ours speaks, which it does when it has imported torch: on a GPU after seconds."""
+    if spec.engine != "native":
+        return None
+    return Progress(f"starting on {', '.join(devices)}", unit="bytes" if spec.device == "cpu" else "engines")
 
 
 def _ends_ranks(error: Exception) -> bool:

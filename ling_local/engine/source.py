@@ -15,7 +15,7 @@ from ling_local.engine.dspark import DSpark
 from ling_local.engine.dummy import dummy_draft, dummy_weights
 from ling_local.engine.layout import memory_bytes, model_layout
 from ling_local.engine.nextn import MAX_DEPTH, Nextn
-from ling_local.engine.protocol import Dummy, Progress, ProgressFn
+from ling_local.engine.protocol import Dummy, ProgressFn
 from ling_local.engine.shapes import dummy_config, dummy_draft_config, dummy_marks
 from ling_local.engine.shard import WHOLE, Shard, check_size
 from ling_local.engine.weights import Weights, blank_weights, check_memory, load_weights
@@ -99,13 +99,10 @@ class DummySource:
         check_size(self.config, self.shard.size)
 
     def weights(self, dtype: torch.dtype, device: str, progress: ProgressFn | None) -> Weights:
-        size = self.shard.size
-        needed = memory_bytes(model_layout(self.config, size), dtype.itemsize, size)
         if device == "cpu":
-            check_memory(self.name, needed * size, dtype)
-        if progress:
-            progress(Progress("making random weights", 0, needed))
-        return dummy_weights(self.config, dtype, device, shard=self.shard)
+            size = self.shard.size
+            check_memory(self.name, memory_bytes(model_layout(self.config, size), dtype.itemsize, size) * size, dtype)
+        return dummy_weights(self.config, dtype, device, shard=self.shard, progress=progress)
 
     def drafter(self, weights: Weights, draft: str, block: int) -> Drafter | None:
         if draft == "off":

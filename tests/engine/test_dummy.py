@@ -14,7 +14,7 @@ from ling_local.engine.config import ModelConfig, model_config
 from ling_local.engine.layout import model_layout, parameter_count
 from ling_local.engine.model import forward
 from ling_local.engine.native import NativeEngine
-from ling_local.engine.protocol import Dummy
+from ling_local.engine.protocol import Dummy, Progress
 from ling_local.engine.state import SequenceState
 from ling_local.errors import OutOfMemory, UsageError
 from ling_local.types import TokenRequest
@@ -50,7 +50,10 @@ def test_a_small_dummy_with_its_draft_stays_finite() -> None:
     small = replace(
         dummy.TINY, num_layers=4, hidden_size=64, num_heads=2, vocab_size=200, num_experts=16, intermediate_size=64
     )
-    weights = dummy.dummy_weights(small, torch.float32, "cpu")
+    seen: list[Progress] = []
+    weights = dummy.dummy_weights(small, torch.float32, "cpu", progress=seen.append)
+    assert [p.done for p in seen] == sorted({p.done for p in seen} | {seen[-1].total})
+    assert 20 < len(seen) < 103
     again = dummy.dummy_weights(small, torch.float32, "cpu")
     assert torch.equal(weights.lm_head, again.lm_head)
     drafter = dummy.dummy_draft(dummy.draft_for(small, layers=1, heads=2, block=3, rank=8), torch.float32, "cpu")

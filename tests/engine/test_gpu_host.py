@@ -14,6 +14,7 @@ from checkpoints import write_checkpoint
 from ling_local.engine.capture import CapturedStep
 from ling_local.engine.gpu import HostRing
 from ling_local.engine.native import NativeEngine
+from ling_local.engine.protocol import Progress
 from ling_local.engine.state import SequenceState
 from ling_local.engine.step import step
 from ling_local.errors import UsageError
@@ -110,8 +111,10 @@ def test_graphs_captured_at_the_load_leave_a_new_state(
     fake = FakeCuda(monkeypatch)
     fake.state = captured._state
     captured.step = CapturedStep(fake.step)
-    captured.capture_steps()
+    seen: list[Progress] = []
+    captured.capture_steps(seen.append)
     assert fake.captures == (6 if draft == "mtp" else 2)  # greedy and sampled; with drafts three kinds of step
+    assert [(p.done, p.total) for p in seen] == [(n, fake.captures) for n in range(fake.captures)]
     for name in ("recurrent", "conv", "length", "done", "ring"):
         assert_bits(getattr(captured._state, name).float(), getattr(plain._state, name).float(), name)
     params = SamplingParams(temperature=0.0)

@@ -67,6 +67,7 @@ def test_two_processes_answer_cancel_and_answer_again(start: Callable[..., Remot
     engine = start(progress=seen.append)
     assert engine.info.ranks == 2
     assert len(engine.pids) == 2
+    assert seen[0] == Progress("starting on cpu, cpu")
     weights = [p for p in seen if p.stage == "loading weights"]
     assert [p.done for p in weights] == sorted(p.done for p in weights)
     assert weights[-1].done == weights[-1].total
