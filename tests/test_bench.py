@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -45,7 +45,7 @@ class Still:
     def __init__(self, **facts: Any) -> None:
         self._facts = facts
 
-    def __call__(self, gpu: str) -> Still:
+    def __call__(self, gpus: Sequence[str]) -> Still:
         return self
 
     def end(self) -> Conditions:

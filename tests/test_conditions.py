@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from ling_local.bench.conditions import Conditions, Watch, family, read_gpu, throttles
+from ling_local.bench.conditions import Conditions, Watch, family, read_gpus, throttles
 from ling_local.bench.machine import machine, version
 
 ROOM = sys.modules["ling_local.bench.machine"]  # its package has a function of the same name
 SMI = """#!/bin/sh
-[ "$4" = GPU-1 ] || exit 6
-echo "NVIDIA H200, 580.65.06, 143771, 700.00, 41, 1980, 1980, 0x0000000000000044"
+case "$1" in --query-gpu=uuid,name,*) ;; *) exit 6 ;; esac
+echo "GPU-0, NVIDIA H200, 580.65.06, 143771, [N/A], 39, 1755, 1980, 0x0000000000000008"
+echo "GPU-1, NVIDIA H200, 580.65.06, 143771, 700.00, 41, 1980, 1980, 0x0000000000000044"
 """
 
 
@@ -71,7 +72,7 @@ def test_what_slows_a_gpu_down_is_said_in_words(mask: str, reasons: list[str]) -
 
 @pytest.fixture
 def smi(tmp_path: Path) -> str:
-    """A driver's tool that knows one GPU."""
+    """A driver's tool that knows two GPUs."""
     file = tmp_path / "nvidia-smi"
     file.write_text(SMI)
     file.chmod(file.stat().st_mode | stat.S_IXUSR)
@@ -79,7 +80,7 @@ def smi(tmp_path: Path) -> str:
 
 
 def test_the_driver_is_asked_about_the_gpu_in_use(smi: str) -> None:
-    facts = read_gpu("GPU-1", (smi,))
+    facts = read_gpus(("GPU-1",), (smi,))
     assert facts == {
         "name": "NVIDIA H200",
         "driver": "580.65.06",
@@ -97,10 +98,16 @@ def test_the_driver_is_asked_about_the_gpu_in_use(smi: str) -> None:
     assert "other processes were on the GPU" in list(crowded.doubts())
 
 
+def test_of_several_gpus_the_worst_is_told(smi: str) -> None:
+    facts = read_gpus(("GPU-0", "GPU-1"), (smi,))
+    assert (facts["temperature_c"], facts["clock_mhz"], facts["power_w"]) == (41.0, 1755.0, 700.0)
+    assert facts["throttled"] == ["its heat", "its power limit", "the board"]
+
+
 def test_a_driver_that_does_not_answer_leaves_nothing_known(smi: str, tmp_path: Path) -> None:
-    assert read_gpu("GPU-2", (smi,)) is None
-    assert read_gpu("GPU-1", (str(tmp_path / "none"),)) is None
-    assert read_gpu("GPU-1", ("/bin/echo",)) is None
+    assert read_gpus(("GPU-1", "GPU-2"), (smi,)) is None
+    assert read_gpus(("GPU-1",), (str(tmp_path / "none"),)) is None
+    assert read_gpus(("GPU-1",), ("/bin/echo",)) is None
     assert list(Conditions(8).doubts()) == []
 
 

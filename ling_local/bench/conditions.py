@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ _SMI_FIELDS = {
     "throttled": "clocks_throttle_reasons.active",
 }
 _TEXTS = ("name", "driver", "throttled")
+_WORST = {"memory_mib": min, "power_w": min, "temperature_c": max, "clock_mhz": min, "max_clock_mhz": min}
 THROTTLES = {0x4: "its power limit", 0x8: "the board", 0x20: "its heat", 0x40: "its heat", 0x80: "the power supply"}
 MIB = 1 << 20
 _OTHERS_BYTES = 2 << 30  # a context of our own takes some hundred MB
@@ -41,8 +42,9 @@ class Conditions:
     """Over the time of a run; None where the system does not tell, or the run was too short to say.
 
     others_cpus  CPUs, as a mean, that worked for other processes; stolen: share of the time that a hypervisor kept
-    load_1m      load average at the beginning; gpu, gpu_after: what the driver says of the GPU
-    gpu_free_bytes  of its memory, before anything of ours was there
+    load_1m      load average at the beginning; gpu, gpu_after: what the driver says of the GPU, of
+                 several the worst
+    gpu_free_bytes  of its memory, before anything of ours was there; of several the least
     """
 
     cpus: int
@@ -83,18 +85,18 @@ class _Counters:
 
 
 class Watch:
-    """Looks when it is made and when it is asked; the run lies in between. gpu: the driver's name of the GPU in use."""
+    """Looks when it is made and when it is asked; the run lies in between. gpus: the driver's names of those in use."""
 
-    def __init__(self, gpu: str = "") -> None:
-        self._gpu_name = gpu
+    def __init__(self, gpus: Sequence[str] = ()) -> None:
+        self._gpus = gpus
         self._load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-        self._gpu = read_gpu(gpu) if gpu else None
+        self._gpu = read_gpus(gpus) if gpus else None
         self._begin = _counters()
 
     def end(self) -> Conditions:
         """What went on since."""
         begin, end, cpus = self._begin, _counters(), len(usable_cpus())
-        gpu_after = read_gpu(self._gpu_name) if self._gpu_name else None
+        gpu_after = read_gpus(self._gpus) if self._gpus else None
         if begin is None or end is None or end.at_s - begin.at_s < _LEAST_S:
             return Conditions(cpus, self._load, gpu=self._gpu, gpu_after=gpu_after)
         ticks = (end.at_s - begin.at_s) * os.sysconf("SC_CLK_TCK")
@@ -146,21 +148,34 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def read_gpu(gpu: str, command: Sequence[str] = ("nvidia-smi",)) -> dict[str, Any] | None:
-    """What the driver says of one GPU, by its UUID: numbers, and in words what slows it down; None: no answer."""
-    query = [*command, f"--query-gpu={','.join(_SMI_FIELDS.values())}", "--format=csv,noheader,nounits", "-i", gpu]
+def read_gpus(gpus: Sequence[str], command: Sequence[str] = ("nvidia-smi",)) -> dict[str, Any] | None:
+    """What the driver says of GPUs, by their UUIDs: numbers, and in words what slows them down. Of several the worst,
+    as they wait for each other. None: no answer about one of them."""
+    query = [*command, f"--query-gpu={','.join(('uuid', *_SMI_FIELDS.values()))}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    cells = [cell.strip() for cell in done.stdout.strip().split(",")]
-    if done.returncode or len(cells) != len(_SMI_FIELDS):
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    known = {row[0]: _facts(row[1:]) for row in rows if len(row) == 1 + len(_SMI_FIELDS)}
+    if done.returncode or not set(gpus) <= set(known):
         return None
+    found = [known[gpu] for gpu in gpus]
+    worst = {name: _worst(pick, [facts[name] for facts in found]) for name, pick in _WORST.items()}
+    return {**found[0], **worst, "throttled": sorted({reason for facts in found for reason in facts["throttled"]})}
+
+
+def _facts(cells: Sequence[str]) -> dict[str, Any]:
     facts: dict[str, Any] = dict(zip(_SMI_FIELDS, cells, strict=True))
     for name in facts.keys() - set(_TEXTS):
         facts[name] = _number(facts[name])
     facts["throttled"] = throttles(facts["throttled"])
     return facts
+
+
+def _worst(pick: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return pick(known) if known else None
 
 
 def throttles(word: str) -> list[str]:

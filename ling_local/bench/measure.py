@@ -59,7 +59,7 @@ def run_bench(
     text_model: TextModel,
     plan: BenchPlan,
     on_progress: ProgressFn | None = None,
-    watch: Callable[[str], Watch] = Watch,
+    watch: Callable[[Sequence[str]], Watch] = Watch,
 ) -> BenchReport:
     """Measure. Raises UsageError for a plan that cannot be, ContextTooLong, and what the engine raises."""
     return run_lanes([Lane("", engine, plan)], text_model, on_progress, watch)[0]
@@ -69,11 +69,11 @@ def run_lanes(
     lanes: Sequence[Lane],
     text_model: TextModel,
     on_progress: ProgressFn | None = None,
-    watch: Callable[[str], Watch] = Watch,
+    watch: Callable[[Sequence[str]], Watch] = Watch,
 ) -> tuple[BenchReport, ...]:
     """Measure several engines in turns. Plans must agree in repetitions and warmup; raises as run_bench does.
 
-    watch: what looks after the machine meanwhile; it is given the driver's name of the GPU, "" for none.
+    watch: what looks after the machine meanwhile; it is given the driver's names of all GPUs in use.
     """
     for lane in lanes:
         _check_plan(lane.plan, lane.engine.info)
@@ -81,7 +81,7 @@ def run_lanes(
     first = lanes[0].plan
     samples: dict[str, list[Sample]] = {lane.name: [] for lane in lanes}
     count = _Count(lanes, on_progress or (lambda _: None))
-    watching = watch(lanes[0].engine.info.device_id)
+    watching = watch(lanes[0].engine.info.device_ids)
     for index in range(-first.warmup, first.repetitions):
         turn = index % len(lanes)  # another engine begins each time: none is always the one after the pause
         for lane in (*lanes[turn:], *lanes[:turn]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import weakref
 from collections.abc import Sequence
@@ -111,13 +112,13 @@ class NativeEngine(RankWork):
             ops = open_gpu_ops(device, dtype, gpu, progress, board) if gpu else ling_kernels.load(device, board=board)
             ghost = source.ghost(DTYPES[dtype])
             plan = _plan(source, ghost, source.drafter(ghost, draft, block), device, context)
-            if board:  # the ranks agree on what the fullest GPU can hold
-                held = min(int(answer) for answer in board.share(b"%d" % plan.context))
-                plan = replace(plan, context=held)
+            gpus = (f"GPU-{torch.cuda.get_device_properties(device).uuid}",) if gpu else ()
+            if board:
+                plan, gpus = _agree(board, plan, gpus)
             plan.tell(progress)
             weights = source.weights(DTYPES[dtype], device, progress)
             drafter = force(source.drafter(weights, draft, block), accept, device)
-            info = _info(source, weights, drafter, device, plan, accept)
+            info = replace(_info(source, weights, drafter, device, plan, accept), device_ids=gpus)
             engine = cls(weights, info, source.vocab, drafter, ops, gpu)
             if board:
                 board.share()  # before the first steps: in them a rank waits for the others only so long
@@ -277,6 +278,13 @@ def _plan(source: Source, ghost: Weights, drafter: Drafter | None, device: str, 
     return plan_gpu(source.name, ghost, drafter, wanted, free, asked=context > 0)
 
 
+def _agree(board: Board, plan: MemoryPlan, gpus: tuple[str, ...]) -> tuple[MemoryPlan, tuple[str, ...]]:
+    """The plan that fits the fullest of all ranks' GPUs, and what each is known by."""
+    answers = [json.loads(answer) for answer in board.share(json.dumps([plan.context, plan.free, *gpus]).encode())]
+    context, free = (min(answer[which] for answer in answers) for which in (0, 1))
+    return replace(plan, context=context, free=free), tuple(name for answer in answers for name in answer[2:])
+
+
 def _info(
     source: Source, weights: Weights, drafter: Drafter | None, device: str, plan: MemoryPlan, accept: Sequence[int]
 ) -> EngineInfo:
@@ -304,5 +312,4 @@ def _info(
         marks=marks,
         forced=forced,
         device_name=gpu.name if gpu else "",
-        device_id=f"GPU-{gpu.uuid}" if gpu else "",
     )

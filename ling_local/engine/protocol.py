@@ -13,9 +13,10 @@ from ling_local.types import StepResult, TokenRequest
 class EngineInfo:
     """What a loaded engine is. drafter is "off", "mtp" or "dspark"; block is its drafts per step (0: none).
 
-    device_name  a GPU's own name, "" for a CPU; device_id: what the driver's tools know it by
+    device_name  a GPU's own name, "" for a CPU; device_ids: what the driver's tools know it by, and other ranks' GPUs
     torch    version of the torch that computes, "" where there is none
-    state_bytes  what the state for `context_limit` tokens takes; free_bytes: what was free on a GPU before the load
+    state_bytes  what the state for `context_limit` tokens takes; free_bytes: what was free before the load on
+             a GPU, the fullest of several
     marks    what makes this no ordinary run of an ordinary model, for every report: dummy weights, forced accepts
     forced   accept counts that are forced, step by step and again; () where the drafts decide
     engine   "native", or another engine with its version, as "sglang 0.5.23"
@@ -37,7 +38,7 @@ class EngineInfo:
     marks: tuple[str, ...] = ()
     forced: tuple[int, ...] = ()
     device_name: str = ""
-    device_id: str = ""
+    device_ids: tuple[str, ...] = ()
     engine: str = "native"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from ling_local.engine import dummy
 from ling_local.engine.checkpoint import check_files
 from ling_local.engine.config import draft_config, load_model_config, model_config
 from ling_local.engine.layout import model_layout
-from ling_local.engine.native import NativeEngine
+from ling_local.engine.memory import MemoryPlan
+from ling_local.engine.native import NativeEngine, _agree
 from ling_local.engine.shard import SIZES, Shard, check_size, largest_size, rank_config
 from ling_local.engine.weights import fill_fields, read_tensor
 from ling_local.errors import UsageError
@@ -21,7 +23,7 @@ from ling_local.paths import demo_dir
 from ling_local.types import FinishReason, SamplingParams, TokenRequest
 from parity import assert_bits
 from published import DRAFT, FLASH, TINY
-from ranks import assert_same_up_to_a_near_tie, ids_of, ranks_of
+from ranks import assert_same_up_to_a_near_tie, boards, ids_of, ranks_of
 
 PROMPT = tuple((37 * i + 11) % 4000 for i in range(30))
 GREEDY, SAMPLED = SamplingParams(temperature=0.0), SamplingParams(0.8, 30, 0.9, 3)
@@ -92,6 +94,13 @@ def test_a_dummy_is_the_same_model_at_any_number_of_ranks() -> None:
     mine = parts[1].layers[1].attention.in_proj.split([128] * 5 + [1])
     for name, all_rows, own in zip("qkvfgb", rows, mine, strict=True):
         assert_bits(own, all_rows[own.shape[0] :], name)
+
+
+def test_all_ranks_hold_what_the_fullest_gpu_can_and_know_all_gpus() -> None:
+    plans = [MemoryPlan(1, 1, 1, 1, free=90, context=4096, wanted=9999), MemoryPlan(1, 1, 1, 1, 80, 2048, 9999)]
+    with ThreadPoolExecutor(2) as pool:
+        agreed = list(pool.map(_agree, boards(2), plans, [("GPU-a",), ("GPU-b",)]))
+    assert agreed == [(plans[1], ("GPU-a", "GPU-b"))] * 2
 
 
 @pytest.fixture(scope="module")

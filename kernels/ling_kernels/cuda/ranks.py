@@ -113,17 +113,13 @@ class CudaRankOps(CudaOps):
         return best, bad, best, sums
 
     def pick(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Proposal:
-        rows, where = positions.shape[0], logits.device
-        whole = None if sampling.greedy else self.whole(logits[:rows])
-        if whole is None:
+        rows = positions.shape[0]
+        if sampling.greedy:
             drawn, _, best, sums = self.draw(logits, positions, sampling, rows, with_sums=True)
-        else:
-            drawn, _, best, sums = super().draw(whole, positions, sampling, rows, with_sums=True, most=DRAFT_BEST)
-        tokens = torch.empty(rows, dtype=torch.int64, device=where)
-        confidence = torch.empty(rows, dtype=torch.float32, device=where)
-        args = [whole, 0 if whole is None else whole.shape[1], best, drawn, sums, tokens, confidence]
-        self.device.launch("sample_picked", rows, 32, args)
-        return Proposal(tokens, confidence)
+            return self._picked(None, best, drawn, sums)
+        whole = self.whole(logits[:rows])
+        drawn, _, best, sums = super().draw(whole, positions, sampling, rows, with_sums=True, most=DRAFT_BEST)
+        return self._picked(whole, best, drawn, sums)
 
     def local_vocab(self, sampling: Sampling, count: int) -> int:
         return min(sampling.vocab - self.exchange.rank * count, count)

@@ -77,9 +77,15 @@ class SampleOps:
     def pick(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Proposal:
         rows = positions.shape[0]
         drawn, _, best, sums = self.draw(logits, positions, sampling, rows, with_sums=True, most=DRAFT_BEST)
-        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-        confidence = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        args = [logits, logits.shape[1], best, drawn, sums, tokens, confidence]
+        return self._picked(logits, best, drawn, sums)
+
+    def _picked(self, logits: Tensor | None, best: Tensor | None, drawn: Tensor, sums: Tensor | None) -> Proposal:
+        """Each row's token and its chance, from what `draw` gave. logits: of the whole vocabulary, None where `drawn`
+        is `best`."""
+        rows, where = drawn.shape[0], drawn.device
+        tokens = torch.empty(rows, dtype=torch.int64, device=where)
+        confidence = torch.empty(rows, dtype=torch.float32, device=where)
+        args = [logits, 0 if logits is None else logits.shape[1], best, drawn, sums, tokens, confidence]
         self.device.launch("sample_picked", rows, 32, args)
         return Proposal(tokens, confidence)
 
