@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def config_of(size: float) -> ModelConfig:
     return min(choices, key=lambda config: abs(memory_bytes(model_layout(config), 2) - size))
 
 
-def write(folder: Path, specs: list[TensorSpec]) -> int:
+def write(folder: Path, specs: Sequence[TensorSpec]) -> int:
     """Write the shards and the index; bytes written."""
     noise = torch.randn(max(spec.numel for spec in specs)).bfloat16()
     index: dict[str, str] = {}

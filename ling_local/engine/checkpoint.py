@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Entry:
 
 def check_files(
     folder: Path,
-    specs: list[TensorSpec],
+    specs: Sequence[TensorSpec],
     optional: tuple[str, ...] = (),
     canonical: Callable[[str], str] = lambda name: name,
 ) -> dict[str, Entry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def dummy_draft(config: DraftConfig, dtype: torch.dtype, device: str, seed: int 
 
 
 def _fields(
-    specs: list[TensorSpec],
+    specs: Sequence[TensorSpec],
     dtype: torch.dtype,
     device: str,
     seed: int,

@@ -7,8 +7,9 @@ more of them fill. Totals, memory needs, file checks, loading and dummy weights 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ling_local.engine.config import DraftConfig, ModelConfig
 
@@ -88,7 +89,8 @@ class _Table:
         self.specs.append(spec)
 
 
-def model_layout(config: ModelConfig, ranks: int = 1) -> list[TensorSpec]:
+@lru_cache(maxsize=4)  # a load asks several times, and Flash has 60,000 of them
+def model_layout(config: ModelConfig, ranks: int = 1) -> tuple[TensorSpec, ...]:
     """All tensors of a model, MTP layer included. `ranks` only sets the row offsets of fused parts."""
     table = _Table(ranks)
     wide = (config.vocab_size, config.hidden_size)
@@ -98,7 +100,7 @@ def model_layout(config: ModelConfig, ranks: int = 1) -> list[TensorSpec]:
         _layer(table, config, layer, f"model.layers.{layer}.", field)
     table.part("model.norm.weight", (config.hidden_size,), "norm")
     table.part("lm_head.weight", wide, "lm_head", 0)
-    return table.specs
+    return tuple(table.specs)
 
 
 def _layer(table: _Table, config: ModelConfig, layer: int, disk: str, field: str) -> None:
@@ -209,7 +211,7 @@ def draft_layout(config: DraftConfig, ranks: int = 1) -> list[TensorSpec]:
     return table.specs
 
 
-def field_specs(specs: list[TensorSpec], ranks: int = 1) -> Iterator[FieldSpec]:
+def field_specs(specs: Sequence[TensorSpec], ranks: int = 1) -> Iterator[FieldSpec]:
     """The fused tensors that the table fills on one rank, in the order of the table."""
     shapes: dict[str, tuple[list[int], bool]] = {}
     for spec in specs:
@@ -223,11 +225,11 @@ def field_specs(specs: list[TensorSpec], ranks: int = 1) -> Iterator[FieldSpec]:
         yield FieldSpec(name, tuple(shape), fp32)
 
 
-def parameter_count(specs: list[TensorSpec]) -> int:
+def parameter_count(specs: Sequence[TensorSpec]) -> int:
     """Number of parameters on disk."""
     return sum(spec.numel for spec in specs)
 
 
-def memory_bytes(specs: list[TensorSpec], element_bytes: int, ranks: int = 1) -> int:
+def memory_bytes(specs: Sequence[TensorSpec], element_bytes: int, ranks: int = 1) -> int:
     """Bytes that the weights need on one rank when held with `element_bytes` an element (fp32 ones with 4)."""
     return sum(math.prod(f.shape) * (4 if f.fp32 else element_bytes) for f in field_specs(specs, ranks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def check_memory(folder: Path | str, needed: int, dtype: torch.dtype) -> None:
 
 
 def fill_fields(
-    specs: list[TensorSpec],
+    specs: Sequence[TensorSpec],
     entries: dict[str, Entry],
     dtype: torch.dtype,
     device: str,
@@ -123,7 +123,9 @@ def fill_fields(
     return fields
 
 
-def empty_fields(specs: list[TensorSpec], dtype: torch.dtype, device: str, shard: Shard = WHOLE) -> dict[str, Tensor]:
+def empty_fields(
+    specs: Sequence[TensorSpec], dtype: torch.dtype, device: str, shard: Shard = WHOLE
+) -> dict[str, Tensor]:
     """The fused tensors that the table fills on one rank, by name, not yet filled."""
     return {
         field.name: torch.empty(field.shape, dtype=torch.float32 if field.fp32 else dtype, device=device)
@@ -156,7 +158,7 @@ def _read_bytes(spec: TensorSpec, entry: Entry, shard: Shard) -> int:
 
 
 def _read(
-    specs: list[TensorSpec], entries: dict[str, Entry], device: str, shard: Shard
+    specs: Sequence[TensorSpec], entries: dict[str, Entry], device: str, shard: Shard
 ) -> Iterator[tuple[TensorSpec, int, Tensor]]:
     """This rank's rows of tensors in the order of their bytes, so that a disk reads ahead: which, from which of them
     on, values."""
