@@ -168,8 +168,8 @@ class Crew:
         self._threads.append(start_thread(lambda: self._listen(fail), "ranks-pulse"))
 
     def whole(self, rank: int, progress: Progress) -> Progress:
-        """One rank's progress as part of all ranks'; what it says in words stays."""
-        if progress.say:
+        """One rank's bytes as part of all ranks'; what is no share of a whole stays."""
+        if not _is_part(progress):
             return progress
         with self._lock:
             stage = self._shown.setdefault(progress.stage, {})
@@ -189,7 +189,7 @@ class Crew:
             while True:
                 message = process.connection.recv()
                 if isinstance(message, Progress):
-                    if not message.say:  # rank 0 says it for all
+                    if _is_part(message):  # the rest rank 0 says for all
                         receive(self.whole(rank, message))
                 elif (error := getattr(message, "error", None)) is not None:
                     if not isinstance(error, ExchangeTimeout):  # that one names the rank that failed
@@ -231,6 +231,11 @@ class Crew:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_END_S)
+
+
+def _is_part(progress: Progress) -> bool:
+    """Whether it tells of a part of the weights, which each rank has; other work all do alike, or one does for all."""
+    return not progress.say and progress.unit == "bytes"
 
 
 def _start(theirs: socket.socket, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:

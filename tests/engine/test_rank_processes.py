@@ -15,6 +15,8 @@ import pytest
 from checkpoints import write_checkpoint, write_draft
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.protocol import EngineSpec, Progress
+from ling_local.engine.pulse import Pulse, make_pulse
+from ling_local.engine.ranks import Crew
 from ling_local.engine.remote import RemoteEngine
 from ling_local.errors import EngineDied, EngineError, ExchangeTimeout, UsageError
 from ling_local.paths import demo_dir
@@ -103,6 +105,16 @@ def test_four_processes_say_what_one_rank_does_and_end_with_one_of_them(
         list(steps)
     assert wait_gone(engine.pids)
     assert time.monotonic() - begun < 5
+
+
+def test_bytes_of_all_ranks_are_one_load_and_other_work_is_told_as_it_is() -> None:
+    fd = make_pulse(2)
+    crew = Crew([None, None], Pulse(fd, 2))  # their number is enough
+    os.close(fd)
+    assert crew.whole(0, Progress("loading weights", 3, 10)) == Progress("loading weights", 3, 20)
+    assert crew.whole(1, Progress("loading weights", 9, 10)) == Progress("loading weights", 12, 20)
+    compiling = Progress("compiling GPU kernels (mla)", 4, 9, "units")
+    assert crew.whole(0, compiling) == compiling
 
 
 @pytest.mark.parametrize("rank", [0, 1])
