@@ -155,8 +155,8 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
   const float4 bias = load_settled(reinterpret_cast<const float4*>(job.dt_bias + own.channels()));
   const float a_log = load_settled(job.a_log + head);
   const bf16 norm = load_settled(job.o_norm + slice * KDA_SLICE + own.column);
+  let_next_start_early();  // out_proj reads weights alone before its own wait
   wait_for_producer();
-  let_next_start();
   kda_load_window<EVEN>(loaded, source, own, rows);
   kda_join(loaded, own);
 

@@ -23,8 +23,8 @@ __device__ __forceinline__ void ask_for(const u8* a, const u8* b, int bytes_a, i
     const int offset = (of_a ? piece : piece - pieces_a) * ASKED_PIECE, left = (of_a ? bytes_a : bytes_b) - offset;
     if (left > 0) prefetch_l2((of_a ? a : b) + offset, u32(min(left, ASKED_PIECE)));
   }
+  let_next_start_early();
   wait_for_producer();
-  let_next_start();
 }
 
 struct Selection {
@@ -39,8 +39,8 @@ __device__ __forceinline__ void select_row(
   const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP, live = blockDim.x / WARP;
   const Share<QUADS> share(router, bias);
   if (live > 1) shared.chosen.clear();
+  let_next_start_early();  // gate_up reads the shared expert's weights alone before its own wait
   wait_for_producer();
-  let_next_start();
   const Logits own = {logits + row * router.experts, second};
   const int expert = choose_expert(router, share, own, shared.places[row]);
   const float logit = own.of(expert);

@@ -42,8 +42,8 @@ __device__ __forceinline__ void router_part(
   bool inside[DEPTH];
 #pragma unroll
   for (int s = 0; s < DEPTH; ++s) inside[s] = tokens.place(offset[s], chunk + s * warps, end);
+  let_next_start_early();
   wait_for_producer();
-  let_next_start();
   float sums[DEPTH][NT][4] = {};
   while (true) {
     uint4 in[DEPTH][NT];
