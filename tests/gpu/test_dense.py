@@ -81,6 +81,7 @@ def test_router(place: Place, params: MoeParams, gate_fp32: bool) -> None:
     ops = CudaOps(place.ops.device, gate_fp32=gate_fp32)
     for rows in ROWS:
         checks.check_route(replace(place, ops=ops), params, rows)
+        checks.check_selection(replace(place, ops=ops), params, rows)
     checks.check_route_ties(replace(place, ops=ops), params)
 
 
