@@ -16,7 +16,8 @@ from settled import SettledDevice
 
 pytestmark = pytest.mark.emulated
 
-SHAPES = [(5, 8), (40, 48), (33, 136), (96, 256)]  # rows of the weight, their width
+# rows of the weight, their width: whole spans of a warp, several tiles a block among them, and others
+SHAPES = [(5, 8), (40, 48), (33, 136), (96, 256), (33, 640), (150, 384)]
 ROWS = [1, 8, 9, 16]
 
 
@@ -114,9 +115,12 @@ def test_a_wide_router_is_shared_by_two_blocks(device: SettledDevice, width: int
     )
 
 
-@pytest.mark.parametrize(("inner", "shared", "limit"), [(24, 24, 0.0), (48, 88, 1.0), (136, 16, 0.0)])
-def test_experts(place: Place, inner: int, shared: int, limit: float) -> None:
-    params = checks.moe_params(place, 16, 48, inner, 4, 4, limit, shared)
+@pytest.mark.parametrize(
+    ("width", "inner", "shared", "limit"),
+    [(48, 24, 24, 0.0), (48, 48, 88, 1.0), (48, 136, 16, 0.0), (384, 40, 24, 1.0)],
+)
+def test_experts(place: Place, width: int, inner: int, shared: int, limit: float) -> None:
+    params = checks.moe_params(place, 16, width, inner, 4, 4, limit, shared)
     for rows in (1, 3, 16):
         checks.check_experts(place, params, rows)
     checks.check_unchosen_experts_are_dropped(place, params)
@@ -127,10 +131,11 @@ def test_prefetch_changes_nothing(device: SettledDevice, place: Place) -> None:
     checks.check_prefetch_changes_nothing(place, params, DenseOps(device, prefetch=False))
 
 
-def test_a_row_has_its_bits_to_itself(place: Place) -> None:
-    x = place.rand(ROW_TILE, 136, seed=30)
-    weight, norm = place.weight(50, 136, seed=31), place.weight(136, seed=32)
-    params = checks.moe_params(place, 16, 136, 24, 4, 4)
+@pytest.mark.parametrize("width", [136, 384])
+def test_a_row_has_its_bits_to_itself(place: Place, width: int) -> None:
+    x = place.rand(ROW_TILE, width, seed=30)
+    weight, norm = place.weight(50, width, seed=31), place.weight(width, seed=32)
+    params = checks.moe_params(place, 16, width, 24, 4, 4)
     place.constant(place.ops._gate(params.gate))
     widths = (1, 7, 8, 9, 15)
     checks.rows_alone(lambda x, rows: place.ops.linear(x, weight, rows), x, widths, "linear")
@@ -148,9 +153,9 @@ def test_a_row_has_its_bits_to_itself(place: Place) -> None:
 def all_results(machine: SettledDevice) -> list[torch.Tensor]:
     """What every kernel of this file leaves, for 11 rows."""
     place, rows = Place(DenseOps(machine), "cpu", machine.constant), 11
-    params = checks.moe_params(place, 64, 136, 40, 8, 8)
+    params = checks.moe_params(place, 64, 384, 40, 8, 8)
     place.constant(place.ops._gate(params.gate))
-    x, norm, weight = place.rand(ROW_TILE, 136, seed=40), place.weight(136, seed=41), place.weight(300, 136, seed=42)
+    x, norm, weight = place.rand(ROW_TILE, 384, seed=40), place.weight(384, seed=41), place.weight(300, 384, seed=42)
     total, h = place.ops.exchange_norm(x, x, norm, 1e-6, rows)
     routing = place.ops.route(h, params, rows)
     out, mlp = (
@@ -187,4 +192,4 @@ def test_unsupported_sizes_are_named(place: Place) -> None:
 def test_the_emulator_sees_an_early_touch(device: SettledDevice, place: Place) -> None:
     """The guard itself: a weight that was not declared one is an activation, and it is loaded before the wait."""
     with pytest.raises(AssertionError, match="touched before the wait"):
-        place.ops.linear(place.rand(ROW_TILE, 16, seed=1), place.rand(5, 16, seed=2), 1)
+        place.ops.linear(place.rand(ROW_TILE, 128, seed=1), place.rand(5, 128, seed=2), 1)

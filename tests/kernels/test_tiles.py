@@ -26,12 +26,11 @@ def test_every_chunk_of_k_belongs_to_one_warp_once(size: tuple[int, int, int]) -
     warps = tiles.warps_for(count, width, sms)
     assert 1 <= warps <= tiles.MAX_WARPS
     chunks = tiles.num_chunks(width)
-    batches = -(-chunks // (warps * tiles.DEPTH))
     taken = [
-        (batch * tiles.DEPTH + s) * warps + warp
-        for batch in range(batches)
-        for s in range(tiles.DEPTH)
+        chunk + s
         for warp in range(warps)
+        for chunk in range(warp * tiles.DEPTH, chunks, warps * tiles.DEPTH)
+        for s in range(tiles.DEPTH)
     ]
     assert sorted(c for c in taken if c < chunks) == list(range(chunks))
 
@@ -79,6 +78,7 @@ def test_python_and_cuda_agree_on_constants() -> None:
         return int(re.search(rf"\b{name} = (\d+)", text)[1])
 
     assert (constant("CHUNK"), constant("DEPTH"), constant("PITCH")) == (tiles.CHUNK, tiles.DEPTH, tiles.PITCH)
+    assert constant("MAX_WARPS") == tiles.MAX_WARPS
     assert (constant("MAX_EXPERTS"), constant("MAX_CHOSEN")) == (dense.MAX_EXPERTS, dense.MAX_CHOSEN)
     assert (constant("ASKED_PIECE"), constant("ASKERS")) == (dense.ASKED_PIECE, dense.ASKERS)
     assert constant("MAX_HEADS") == dense.MAX_HEADS

@@ -6,7 +6,7 @@ last bits; two widths on one GPU may not.
 
 from __future__ import annotations
 
-CHUNK, DEPTH, PITCH = 32, 4, 20  # as in gemm.cuh
+CHUNK, DEPTH, PITCH = 32, 4, 16  # as in gemm.cuh
 CHUNK_BYTES = 16 * CHUNK * 2
 MAX_WARPS = 16
 # Of a block that leaves its sums in parts: few, so that it finds room while the kernel before it drains.
@@ -47,7 +47,7 @@ def parts_for(tiles: int, width: int, num_sms: int) -> int:
     chunks, slots = num_chunks(width), num_sms * (WARPS_PER_SM // PART_WARPS)
 
     def cost(parts: int) -> tuple[float, int]:
-        each = -(-chunks // parts)
+        each = part_width(width, parts) // CHUNK
         flying = tiles * -(-chunks // each) * min(PART_WARPS * DEPTH, each) * CHUNK_BYTES / num_sms
         wasted = parts * _padded(each, PART_WARPS * DEPTH) / chunks
         waves = -(-tiles * parts // slots)
@@ -57,8 +57,8 @@ def parts_for(tiles: int, width: int, num_sms: int) -> int:
 
 
 def part_width(width: int, parts: int) -> int:
-    """Values of K in each of so many parts, whole chunks; the last one has what is left."""
-    return -(-num_chunks(width) // parts) * CHUNK
+    """Values of K in each of so many parts, whole spans of a warp; the last one has what is left."""
+    return -(-width // (parts * DEPTH * CHUNK)) * DEPTH * CHUNK
 
 
 def down_shape(width: int) -> tuple[int, int]:

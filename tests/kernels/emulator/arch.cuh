@@ -238,6 +238,7 @@ inline float4 load_settled(const float4* from) {
 }
 inline uint2 load_activations4(const bf16* from) { return load_settled(reinterpret_cast<const uint2*>(from)); }
 inline bf16 load_activation(const bf16* from) { return *from; }
+inline u32 load_activation(const u32* from) { return *from; }
 inline float load_activation(const float* from) { return *from; }
 inline uint4 load_settled16(const void* from) { return load_weights(from, true); }
 // A hint may come at any time, but within an argument's memory.
@@ -257,6 +258,7 @@ inline void let_next_start_early() {
 }
 
 inline void settle_here(int&) {}
+inline void settle_here(const bf16*&) {}
 
 inline float warp_sum(float x) {
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(ALL, x, step);

@@ -92,6 +92,12 @@ __device__ __forceinline__ bf16 load_activation(const bf16* from) {
   return v;
 }
 
+__device__ __forceinline__ u32 load_activation(const u32* from) {
+  u32 v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
+
 __device__ __forceinline__ float load_activation(const float* from) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(from));
@@ -149,8 +155,10 @@ __device__ __forceinline__ void let_next_start_early() {
 #endif
 }
 
-// Have a number worked out where this stands in the program, before the wait, rather than where it is first used.
+// Have a number or an address worked out where this stands in the program, before the wait, rather than where it is
+// first used.
 __device__ __forceinline__ void settle_here(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void settle_here(const bf16*& x) { asm volatile("" : "+l"(x)); }
 
 // ---- warp ------------------------------------------------------------------------------------------------------
 

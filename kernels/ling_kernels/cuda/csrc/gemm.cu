@@ -6,8 +6,9 @@ struct StoreRows {
   bf16* out;
   int n, live;
 
+  __device__ __forceinline__ void expect(int) {}
   __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
-    for (int o = threadIdx.x; o < live * 16; o += blockDim.x) {
+    for (u32 o = threadIdx.x; o < live * 16; o += blockDim.x) {
       const int token = o / 16, row = tile * 16 + o % 16;
       if (row < n) out[i64(token) * n + row] = to_bf16(sums.at(token, o % 16));
     }
@@ -21,8 +22,9 @@ struct StoreSwiglu {
   int inner, live;
   float limit;
 
+  __device__ __forceinline__ void expect(int) {}
   __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
-    for (int o = threadIdx.x; o < live * 8; o += blockDim.x) {
+    for (u32 o = threadIdx.x; o < live * 8; o += blockDim.x) {
       const int token = o / 8, row = tile * 8 + o % 8;
       const float value = swiglu(sums.at(token, o % 8), sums.at(token, o % 8 + 8), limit);
       if (row < inner) out[token * inner + row] = to_bf16(value);
@@ -42,11 +44,12 @@ struct StoreLogits {
   int* best_id;
 
   __device__ __forceinline__ void begin() {
-    for (int o = threadIdx.x; o < live * 16; o += blockDim.x) best[o] = -infinity(), best_id[o] = n;
+    for (u32 o = threadIdx.x; o < live * 16; o += blockDim.x) best[o] = -infinity(), best_id[o] = n;
   }
 
+  __device__ __forceinline__ void expect(int) {}
   __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
-    for (int o = threadIdx.x; o < live * 16; o += blockDim.x) {
+    for (u32 o = threadIdx.x; o < live * 16; o += blockDim.x) {
       const int token = o / 16, row = tile * 16 + o % 16;
       if (row >= n) continue;
       const float logit = sums.at(token, o % 16);
@@ -81,7 +84,9 @@ struct GateUp {
 
   __device__ __forceinline__ int first() const { return blockIdx.x * per; }
   __device__ __forceinline__ int end() const { return min((inner + 7) / 8, first() + per); }
+  __device__ __forceinline__ int place(int tile) const { return tile; }
   __device__ __forceinline__ bool early(int) const { return true; }
+  __device__ __forceinline__ void ask(int) const {}
   __device__ __forceinline__ Rows rows(int tile, int group) const {
     return gate_up_rows(weight, inner, width, tile, group);
   }
@@ -91,14 +96,14 @@ template <int NT>
 __device__ __forceinline__ void linear(
     const bf16* x, const bf16* w, bf16* out, int live, int n, int k, int per) {
   StoreRows<NT> store = {out, n, live};
-  stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store);
+  stream_tiles<NT>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
 template <int NT>
 __device__ __forceinline__ void mlp_gate_up(
     const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, int per) {
   StoreSwiglu<NT> store = {out, inner, live, limit};
-  stream_tiles<NT, false>(GateUp{w, inner, k, per}, Tokens{x, k, k, live}, Plain{}, store);
+  stream_tiles<NT>(GateUp{w, inner, k, per}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
 template <int NT>
@@ -108,7 +113,7 @@ __device__ __forceinline__ void head(
   __shared__ int best_id[ROW_TILE * 16];
   StoreLogits<NT> store = {out, values, ids, n, live, best, best_id};
   store.begin();
-  stream_tiles<NT, false>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store);
+  stream_tiles<NT>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
 // x [*, k], w [n, k] -> out [*, n]; `live` rows. Grid: ceil(n / 16 / per). Shared: 2 · warps · 8 NT · PITCH floats.

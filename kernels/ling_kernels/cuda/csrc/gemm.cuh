@@ -9,20 +9,24 @@
 // Kernels around it say __launch_bounds__(512, 1): without the 1 the assembler saves registers by waiting for one
 // load after the other (seen in the machine code of sm_90, also for loads that the source issues together).
 //
-// The warps of a block take chunks of K in turn; their sums meet in shared memory in the order of the warps. How many
+// The warps of a block take spans of K in turn; their sums meet in shared memory in the order of the warps. How many
 // warps there are follows from the shape and the GPU, never from the number of rows: a row's bits are its own.
 #pragma once
 #include "arch.cuh"
 
-constexpr int CHUNK = 32;  // values of K that a warp takes at a time: 1 KB of weights
-constexpr int DEPTH = 4;   // chunks that each warp keeps in flight
-constexpr int PITCH = 20;  // floats from token to token in the warps' sums: no bank conflicts when they are written
+constexpr int CHUNK = 32;            // values of K that a warp takes at a time: 1 KB of weights
+constexpr int DEPTH = 4;             // chunks that each warp keeps in flight, weights and tokens together
+constexpr int SPAN = DEPTH * CHUNK;  // their values of K lie side by side: one address, the rest are constants
+constexpr int PITCH = 16;            // rows of a tile, for each token in the warps' sums
+constexpr int MAX_WARPS = 16;
 
 // This lane's two weight rows. Rows past the end of a matrix are its first one again: loads stay unconditional, and
 // what becomes of them is never stored. The same holds for tokens past the live ones.
 struct Rows {
   const bf16* low;
   const bf16* high;
+
+  __device__ __forceinline__ Rows moved(int k) const { return {low + k, high + k}; }
 };
 
 struct Chunk {
@@ -30,10 +34,24 @@ struct Chunk {
 };
 
 // The lane's values of k up to k + 7. Past the width it is the row's beginning: load_tokens gives zeros there.
-__device__ __forceinline__ void load_chunk(Chunk& to, const Rows& rows, int k, int width, bool live) {
+__device__ __forceinline__ void load_chunk(Chunk& to, const Rows& rows, int k, int width) {
   const int at = k < width ? k : 0;
-  load_weights_into(to.low, rows.low + at, live);
-  load_weights_into(to.high, rows.high + at, live);
+  load_weights_into(to.low, rows.low + at, true);
+  load_weights_into(to.high, rows.high + at, true);
+}
+
+// Products go to two sums in turn, which halves the time that one waits for the other. zero: no bit of it is set, which
+// the assembler cannot know. An operand's four registers have to lie side by side, and copied like this they do for all
+// tokens; left to itself it copies them for each.
+template <int NT>
+__device__ __forceinline__ void multiply(
+    float (&sums)[NT][4], float (&more)[NT][4], const Chunk& w, const uint4 (&x)[NT], u32 zero) {
+  const u32 a[8] = {w.low.x | zero, w.high.x | zero, w.low.y | zero, w.high.y | zero,
+                    w.low.z | zero, w.high.z | zero, w.low.w | zero, w.high.w | zero};
+#pragma unroll
+  for (int n = 0; n < NT; ++n) mma_bf16(sums[n], a[0], a[1], a[2], a[3], x[n].x, x[n].y);
+#pragma unroll
+  for (int n = 0; n < NT; ++n) mma_bf16(more[n], a[4], a[5], a[6], a[7], x[n].z, x[n].w);
 }
 
 template <int NT>
@@ -64,24 +82,47 @@ __device__ __forceinline__ void load_tokens(uint4 (&to)[NT], const Tokens& token
   }
 }
 
-// What all warps summed for one tile: at(token, row) adds them in the order of the warps.
+// What all warps summed for one tile: at(token, row) adds them in the order of the warps. A warp's sums lie row by
+// row, each row turned by its own even number of tokens, so that neither pairs of tokens when they are written nor 16
+// rows of two tokens when they are read meet in a bank.
 template <int NT>
 struct Sums {
+  static constexpr int TOKENS = NT * 8, SIZE = PITCH * TOKENS;
   float* all;
+
+  __device__ __forceinline__ static u32 place(u32 token, u32 row) {
+    const u32 turn = NT == 1 ? row / 4 * 2 : row / 4 * 2 + row / 2 % 2 * 8;
+    return row * TOKENS + (token + turn) % TOKENS;
+  }
 
   __device__ __forceinline__ void put(int warp, const float (&sums)[NT][4]) {
     const int lane = threadIdx.x % WARP, group = lane / 4, pair = lane % 4 * 2;
-    float* to = all + warp * NT * 8 * PITCH;
+    float* to = all + warp * SIZE;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[(n * 8 + pair + i % 2) * PITCH + group + i / 2 * 8] = sums[n][i];
+      *reinterpret_cast<float2*>(to + place(n * 8 + pair, group)) = make_float2(sums[n][0], sums[n][1]);
+      *reinterpret_cast<float2*>(to + place(n * 8 + pair, group + 8)) = make_float2(sums[n][2], sums[n][3]);
     }
   }
 
-  __device__ __forceinline__ float at(int token, int row) const {
-    float total = 0.0f;
-    for (int warp = 0; warp < blockDim.x / WARP; ++warp) total += all[(warp * NT * 8 + token) * PITCH + row];
+  // All warps' sums are asked for before the first is added.
+  __device__ __forceinline__ float at(u32 token, u32 row) const {
+    constexpr int FEW = 4;
+    const int warps = blockDim.x / WARP;
+    const float* from = all + place(token, row);
+    float part[MAX_WARPS], total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < FEW; ++warp) part[warp] = warp < warps ? from[warp * SIZE] : 0.0f;
+    if (warps > FEW) {
+#pragma unroll
+      for (int warp = FEW; warp < MAX_WARPS; ++warp) part[warp] = warp < warps ? from[warp * SIZE] : 0.0f;
+    }
+#pragma unroll
+    for (int warp = 0; warp < FEW; ++warp) total += part[warp];
+    if (warps > FEW) {
+#pragma unroll
+      for (int warp = FEW; warp < MAX_WARPS; ++warp) total += part[warp];
+    }
     return total;
   }
 };
@@ -89,7 +130,7 @@ struct Sums {
 // Bytes of shared memory: two sets of sums, so that one barrier a tile is enough.
 template <int NT>
 __device__ __forceinline__ float* sums_of(float* shared, int parity) {
-  return shared + parity * (blockDim.x / WARP) * NT * 8 * PITCH;
+  return shared + parity * (blockDim.x / WARP) * Sums<NT>::SIZE;
 }
 
 // No factor on the tokens.
@@ -99,80 +140,142 @@ struct Plain {
   __device__ __forceinline__ float of(int, int) const { return 1.0f; }
 };
 
-// Walk this block's tiles. Source: first(), step, width (of a weight row), early(tile): may its weights be loaded
-// before the wait; end(): called after the wait; rows(tile, g). WRAP: a weight row is several parts side by side,
-// each as wide as the tokens rounded up to a chunk, and each meets the same tokens. Epilogue: operator()(tile, Sums)
-// by all threads after a barrier, finish() at the end. Shared memory: sums_of.
-template <int NT, bool WRAP, class Source, class Factor, class Epilogue>
+// Walk this block's tiles. Source: first(), step, width (of a weight row); place(tile), where that is; early(tile): may
+// its weights be loaded before the wait; after the wait ask(place), which may load what rows(place, g) needs, and end().
+// Factor, if it is SCALED, for widths of whole spans: of(token, span). Epilogue: expect(place) while the tile's weights
+// are on their way; operator()(place, Sums) by all threads after a barrier; finish() at the end. Shared memory: sums_of.
+//
+// A warp has one span on its way. Right after its products are sent, so is for the next one, weights and tokens, over
+// the seam between two tiles as well: all that a warp waits for is memory. A width that is not made of whole spans is
+// walked span by span without that.
+template <int NT, class Source, class Factor, class Epilogue>
 __device__ __forceinline__ void stream_tiles(
     const Source& source, const Tokens& tokens, const Factor& factor, Epilogue& epilogue) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
-  const int group = lane / 4, column = lane % 4 * 8;
-  const int chunks = (source.width + CHUNK - 1) / CHUNK;
-  const int batches = (chunks + warps * DEPTH - 1) / (warps * DEPTH);
+  const int group = lane / 4, column = lane % 4 * 8, first = warp * SPAN, hop = warps * SPAN;
+  const bool ragged = source.width % SPAN != 0;
+  const int width = ragged ? 0 : source.width;
+  const bool busy = first < width;  // whether this warp has a span
+  const u32 zero = u32(tokens.rows) / 32;  // see multiply
+  Chunk w[DEPTH];
+  uint4 x[DEPTH][NT];
+  float sums[NT][4] = {}, more[NT][4] = {};
+
   int tile = source.first();
-  Chunk ring[DEPTH];
-  Rows rows;
-  const bool early = source.early(tile);
-  if (early) {
-    rows = source.rows(tile, group);
+  auto now = source.place(tile);
+  Rows rows;  // this lane's, where the span on its way begins, and its tokens
+  const bf16* token[NT];
+  auto weights = [&](int s, bool live) {
+    load_weights_into(w[s].low, rows.low + s * CHUNK, live);
+    load_weights_into(w[s].high, rows.high + s * CHUNK, live);
+  };
+  auto activations = [&](int s) {
 #pragma unroll
-    for (int s = 0; s < DEPTH; ++s) load_chunk(ring[s], rows, (s * warps + warp) * CHUNK + column, source.width, true);
+    for (int n = 0; n < NT; ++n) x[s][n] = load_activations(token[n] + s * CHUNK);
+  };
+  auto first_activations = [&] {
+    if (!busy) return;
+#pragma unroll
+    for (int s = 0; s < DEPTH; ++s) activations(s);
+  };
+  auto start = [&] {
+    rows = source.rows(now, group).moved(first + column);
+#pragma unroll
+    for (int s = 0; s < DEPTH; ++s) weights(s, busy);
+  };
+
+  const bool early = source.early(tile);
+  if (early) start();
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    const int row = n * 8 + group;
+    token[n] = tokens.x + (row < tokens.rows ? row : 0) * tokens.pitch + first + column;
+    settle_here(token[n]);
   }
+
   wait_for_producer();
   let_next_start();
+  if (early) {
+    first_activations();
+  } else {
+    source.ask(now);
+  }
   const int end = source.end();
   if (!early && tile < end) {
-    rows = source.rows(tile, group);
-#pragma unroll
-    for (int s = 0; s < DEPTH; ++s) load_chunk(ring[s], rows, (s * warps + warp) * CHUNK + column, source.width, true);
+    start();
+    first_activations();
   }
   factor.prepare();
-  float sums[NT][4] = {};
+
+  // The products of the span that is there, and for the one where rows and token point in its place.
+  auto turn = [&](int span, bool live) {
+    float fresh[NT][4] = {}, fresher[NT][4] = {};
+#pragma unroll
+    for (int s = 0; s < DEPTH; ++s) {
+      if constexpr (Factor::SCALED) {
+        multiply(fresh, fresher, w[s], x[s], zero);
+      } else {
+        multiply(sums, more, w[s], x[s], zero);
+      }
+      weights(s, live);
+      activations(s);
+    }
+    if constexpr (Factor::SCALED) {
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums[n][i] += factor.of(n * 8 + lane % 4 * 2 + i % 2, span) * (fresh[n][i] + fresher[n][i]);
+        }
+      }
+    }
+  };
+
   for (int parity = 0; tile < end; parity ^= 1) {
-    for (int batch = 0; batch < batches; ++batch) {
-      uint4 x[DEPTH][NT];
+    epilogue.expect(now);
+    auto next = source.place(tile + source.step);
+    source.ask(next);
+    if constexpr (!Factor::SCALED) {
+      const int chunks = (source.width + CHUNK - 1) / CHUNK;
+      for (int chunk = warp * DEPTH; ragged && chunk < chunks; chunk += warps * DEPTH) {
+        const Rows begin = rows.moved(-first - column);
 #pragma unroll
-      for (int s = 0; s < DEPTH; ++s) {
-        int chunk = (batch * DEPTH + s) * warps + warp;
-        if constexpr (WRAP) {
-          const int once = (tokens.width + CHUNK - 1) / CHUNK;
-          chunk = chunk < chunks ? chunk % once : once;  // past the weights: zeros
+        for (int s = 0; s < DEPTH; ++s) {
+          load_chunk(w[s], begin, (chunk + s) * CHUNK + column, source.width);
+          load_tokens(x[s], tokens, (chunk + s) * CHUNK + column);
         }
-        load_tokens(x[s], tokens, chunk * CHUNK + column);
+#pragma unroll
+        for (int s = 0; s < DEPTH; ++s) multiply(sums, more, w[s], x[s], zero);
       }
-      const bool last = batch + 1 == batches;
-      const bool more = !last || tile + source.step < end;
-      if (last && more) rows = source.rows(tile + source.step, group);
-      const int ahead = last ? 0 : batch + 1;
+    }
+    int k = first;
+    for (; k + hop < width; k += hop) {
+      rows = rows.moved(hop);
 #pragma unroll
-      for (int s = 0; s < DEPTH; ++s) {
-        if constexpr (Factor::SCALED) {
-          float fresh[NT][4] = {};
-          multiply(fresh, ring[s], x[s]);
-          const int k = ((batch * DEPTH + s) * warps + warp) * CHUNK;
+      for (int n = 0; n < NT; ++n) token[n] += hop;
+      turn(k / SPAN, true);
+    }
+    rows = source.rows(next, group).moved(first + column);
 #pragma unroll
-          for (int n = 0; n < NT; ++n) {
+    for (int n = 0; n < NT; ++n) token[n] += first - k;
+    if (busy) turn(k / SPAN, tile + source.step < end);
+
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[n][i] += factor.of(n * 8 + lane % 4 * 2 + i % 2, k) * fresh[n][i];
-          }
-        } else {
-          multiply(sums, ring[s], x[s]);
-        }
-        load_chunk(ring[s], rows, ((ahead * DEPTH + s) * warps + warp) * CHUNK + column, source.width, more);
-      }
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[n][i] += more[n][i];
     }
     Sums<NT> all = {sums_of<NT>(reinterpret_cast<float*>(shared), parity)};
     all.put(warp, sums);
     __syncthreads();
-    epilogue(tile, all);
+    epilogue(now, all);
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[n][i] = 0.0f;
+      for (int i = 0; i < 4; ++i) sums[n][i] = more[n][i] = 0.0f;
     }
-    tile += source.step;
+    now = next, tile += source.step;
   }
   epilogue.finish();
 }
@@ -185,7 +288,9 @@ struct Matrix {
 
   __device__ __forceinline__ int first() const { return blockIdx.x * per; }
   __device__ __forceinline__ int end() const { return min((n + 15) / 16, first() + per); }
+  __device__ __forceinline__ int place(int tile) const { return tile; }
   __device__ __forceinline__ bool early(int) const { return true; }
+  __device__ __forceinline__ void ask(int) const {}
   __device__ __forceinline__ const bf16* row(int at) const { return weight + i64(at < n ? at : 0) * width; }
   __device__ __forceinline__ Rows rows(int tile, int group) const {
     return {row(tile * 16 + group), row(tile * 16 + group + 8)};
@@ -195,8 +300,8 @@ struct Matrix {
 // Eight gate rows and the eight matching up rows of gate_up [2 inner, width] make a tile: SwiGLU needs both at once,
 // and tiles of half the bytes balance better over the machine than 16 + 16.
 __device__ __forceinline__ Rows gate_up_rows(const bf16* weight, int inner, int width, int tile, int group) {
-  const int at = tile * 8 + group < inner ? tile * 8 + group : 0;
-  return {weight + i64(at) * width, weight + (i64(inner) + at) * width};
+  const bf16* low = weight + u32(tile * 8 + group < inner ? tile * 8 + group : 0) * u32(width);
+  return {low, low + u32(inner) * u32(width)};
 }
 
 // SiLU(gate) · up; with a limit the gate is cut after SiLU from above, up on both sides.

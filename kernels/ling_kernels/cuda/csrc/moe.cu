@@ -15,8 +15,13 @@ struct Experts {
   const u32* plan;
 };
 
-// Tiles of 8 gate and 8 up rows over all listed experts, the shared one first; blocks take them in turn.
+// Tiles of 8 gate and 8 up rows over all listed experts, the shared one first; blocks take them in turn. A tile's slot
+// follows from its number; its expert is asked for two tiles ahead, whether or not the plan goes that far.
 struct ExpertGateUp {
+  struct Place {
+    int slot, within;
+    u32 expert;
+  };
   Experts experts;
   int width, step;
 
@@ -24,18 +29,21 @@ struct ExpertGateUp {
   __device__ __forceinline__ int tiles() const { return (experts.inner + 7) / 8; }
   __device__ __forceinline__ int first() const { return blockIdx.x; }
   __device__ __forceinline__ bool early(int tile) const { return tile < shared_tiles(); }
-  __device__ __forceinline__ int end() const { return shared_tiles() + (int(experts.plan[0]) - 1) * tiles(); }
-  __device__ __forceinline__ int slot(int tile) const {
-    return tile < shared_tiles() ? 0 : (tile - shared_tiles()) / tiles() + 1;
+  __device__ __forceinline__ int end() const {
+    return shared_tiles() + (int(load_activation(experts.plan)) - 1) * tiles();
   }
-  __device__ __forceinline__ int within(int tile) const {
-    return tile < shared_tiles() ? tile : (tile - shared_tiles()) % tiles();
+  __device__ __forceinline__ Place place(int tile) const {
+    const int routed = tile - shared_tiles(), slot = routed / tiles();
+    return routed < 0 ? Place{0, tile, 0} : Place{slot + 1, routed - slot * tiles(), 0};
   }
-  __device__ __forceinline__ Rows rows(int tile, int group) const {
-    const int s = slot(tile);
-    if (s == 0) return gate_up_rows(experts.shared, experts.shared_inner, width, tile, group);
-    const bf16* weight = experts.routed + i64(experts.plan[PLAN_IDS + s]) * 2 * experts.inner * width;
-    return gate_up_rows(weight, experts.inner, width, within(tile), group);
+  __device__ __forceinline__ void ask(Place& at) const {
+    at.expert = load_activation(experts.plan + PLAN_IDS + min(at.slot, MAX_SLOTS - 1));
+  }
+  __device__ __forceinline__ Rows rows(const Place& at, int group) const {
+    const bool shared = at.slot == 0;
+    const u32 stride = 2 * experts.inner * width;
+    const bf16* weight = shared ? experts.shared : experts.routed + u64(at.expert) * stride;
+    return gate_up_rows(weight, shared ? experts.shared_inner : experts.inner, width, at.within, group);
   }
 };
 
@@ -45,21 +53,27 @@ struct StoreExpert {
   bf16* out;
   int pitch, live;
   float limit, shared_limit;
+  u32 rows, weight;  // that chose the tile's expert; the router's weight of this thread's first token
 
-  __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
-    const u32* plan = source.experts.plan;
-    const int slot = source.slot(tile), first = source.within(tile) * 8;
-    const int inner = slot == 0 ? source.experts.shared_inner : source.experts.inner;
-    const float most = slot == 0 ? shared_limit : limit;
-    const u32 rows = plan[PLAN_MASKS + slot];
-    bf16* to = out + i64(slot) * ROW_TILE * pitch + first;
-    for (int o = threadIdx.x; o < live * 8; o += blockDim.x) {
+  __device__ __forceinline__ u32 weight_of(const ExpertGateUp::Place& at, u32 o) const {
+    return load_activation(source.experts.plan + PLAN_WEIGHTS + at.slot * ROW_TILE + o / 8);
+  }
+  __device__ __forceinline__ void expect(const ExpertGateUp::Place& at) {
+    rows = load_activation(source.experts.plan + PLAN_MASKS + at.slot);
+    if (threadIdx.x < live * 8) weight = weight_of(at, threadIdx.x);
+  }
+  __device__ __forceinline__ void operator()(const ExpertGateUp::Place& at, const Sums<NT>& sums) {
+    const int first = at.within * 8;
+    const int inner = at.slot == 0 ? source.experts.shared_inner : source.experts.inner;
+    const float most = at.slot == 0 ? shared_limit : limit;
+    bf16* to = out + i64(at.slot) * ROW_TILE * pitch + first;
+    for (u32 o = threadIdx.x; o < live * 8; o += blockDim.x) {
       const int token = o / 8, row = o % 8;
       if (first + row >= inner) continue;
       float value = 0.0f;
       if (rows >> token & 1) {
-        const float weight = __uint_as_float(plan[PLAN_WEIGHTS + slot * ROW_TILE + token]);
-        value = weight * swiglu(sums.at(token, row), sums.at(token, row + 8), most);
+        const float by = __uint_as_float(o == threadIdx.x ? weight : weight_of(at, o));
+        value = by * swiglu(sums.at(token, row), sums.at(token, row + 8), most);
       }
       to[token * pitch + row] = to_bf16(value);
     }
@@ -72,7 +86,7 @@ __device__ __forceinline__ void gate_up(
     const bf16* x, const Experts& experts, bf16* out, int pitch, float limit, float shared_limit, int live, int width) {
   const ExpertGateUp source = {experts, width, int(gridDim.x)};
   StoreExpert<NT> store = {source, out, pitch, live, limit, shared_limit};
-  stream_tiles<NT, false>(source, Tokens{x, width, width, live}, Plain{}, store);
+  stream_tiles<NT>(source, Tokens{x, width, width, live}, Plain{}, store);
 }
 
 // One part of out[token, rows of this block] = sum over slots of down[slot] · x[slot, token]. Each warp of the whole grid
@@ -148,7 +162,7 @@ __device__ __forceinline__ void down_part(
   all.put(warp, sums);
   __syncthreads();
   float* to = out + i64(blockIdx.y) * rows * width;
-  for (int o = threadIdx.x; o < live * 16; o += blockDim.x) {
+  for (u32 o = threadIdx.x; o < live * 16; o += blockDim.x) {
     const int token = o / 16, at = blockIdx.x * 16 + o % 16;
     if (at < width) to[i64(token) * width + at] = all.at(token, o % 16);
   }

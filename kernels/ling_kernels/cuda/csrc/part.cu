@@ -11,7 +11,9 @@ struct MatrixPart {
 
   __device__ __forceinline__ int first() const { return blockIdx.x; }
   __device__ __forceinline__ int end() const { return blockIdx.x + 1; }
+  __device__ __forceinline__ int place(int tile) const { return tile; }
   __device__ __forceinline__ bool early(int) const { return true; }
+  __device__ __forceinline__ void ask(int) const {}
   __device__ __forceinline__ const bf16* row(int at) const { return weight + i64(at < n ? at : 0) * pitch; }
   __device__ __forceinline__ Rows rows(int tile, int group) const {
     return {row(tile * 16 + group), row(tile * 16 + group + 8)};
@@ -24,8 +26,9 @@ struct StorePart {
   float* out;
   int n, live;
 
+  __device__ __forceinline__ void expect(int) {}
   __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
-    for (int o = threadIdx.x; o < live * 16; o += blockDim.x) {
+    for (u32 o = threadIdx.x; o < live * 16; o += blockDim.x) {
       const int token = o / 16, row = tile * 16 + o % 16;
       if (row < n) out[i64(token) * n + row] = sums.at(token, o % 16);
     }
@@ -40,8 +43,7 @@ struct HeadNorm {
   const float* sums;
   int heads, slices, live;
   float eps;
-  int from, to;    // heads that this part touches
-  int before;      // values of K before this part, counted from the first of them
+  int from, to;    // heads of this part
   float* factors;  // shared, [to - from][ROW_TILE]
 
   __device__ __forceinline__ void prepare() const {
@@ -55,9 +57,9 @@ struct HeadNorm {
     }
     __syncthreads();
   }
-  __device__ __forceinline__ float of(int token, int k) const {
-    const int head = (before + k) / 128;
-    return head < to - from ? factors[head * ROW_TILE + token] : 0.0f;
+  __device__ __forceinline__ float of(int token, int span) const {
+    static_assert(SPAN == 128, "a warp's span is a head");
+    return factors[span * ROW_TILE + token];
   }
 };
 
@@ -68,7 +70,7 @@ __device__ __forceinline__ void linear_part(
     const bf16* x, const bf16* w, float* out, const Factor& factor, int rows, int live, int n, int k, int part) {
   const int first = blockIdx.y * part, width = min(part, k - first);
   StorePart<NT> store = {out + i64(blockIdx.y) * rows * n, n, live};
-  stream_tiles<NT, false>(MatrixPart{w + first, n, k, width}, Tokens{x + first, width, k, live}, factor, store);
+  stream_tiles<NT>(MatrixPart{w + first, n, k, width}, Tokens{x + first, width, k, live}, factor, store);
 }
 
 template <int NT>
@@ -76,13 +78,13 @@ __device__ __forceinline__ void linear_part_normed(
     const bf16* x, const bf16* w, float* out, const float* sums, int slices, float eps, int rows, int live, int n, int k,
     int part) {
   __shared__ float factors[MAX_HEADS * ROW_TILE];
-  const int first = blockIdx.y * part, end = min(first + part, k), from = first / 128;
-  const HeadNorm norm = {sums, k / 128, slices, live, eps, from, (end + 127) / 128, first - from * 128, factors};
+  const int first = blockIdx.y * part, end = min(first + part, k);
+  const HeadNorm norm = {sums, k / 128, slices, live, eps, first / 128, end / 128, factors};
   linear_part<NT>(x, w, out, norm, rows, live, n, k, part);
 }
 
 // x [rows, k], w [n, k] -> out [parts, rows, n] fp32, `live` rows of each. part: values of K in a part, a multiple of a
-// chunk. Grid: ceil(n / 16), parts. Shared: 2 · warps · 8 NT · PITCH floats.
+// warp's span. Grid: ceil(n / 16), parts. Shared: 2 · warps · 8 NT · PITCH floats.
 #define LINEAR_PART(NAME, NT)                                                                                       \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                        \
       const bf16* x, const bf16* w, float* out, int rows, int live, int n, int k, int part) {                       \

@@ -37,7 +37,7 @@ __device__ __forceinline__ void router_part(
   int chunk = first + warp;
   Chunk ring[DEPTH];
 #pragma unroll
-  for (int s = 0; s < DEPTH; ++s) load_chunk(ring[s], rows, (chunk + s * warps) * CHUNK + column, width, true);
+  for (int s = 0; s < DEPTH; ++s) load_chunk(ring[s], rows, (chunk + s * warps) * CHUNK + column, width);
   int offset[DEPTH][NT];
   bool inside[DEPTH];
 #pragma unroll
@@ -63,7 +63,7 @@ __device__ __forceinline__ void router_part(
     if (chunk - warp >= end) break;
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s) {
-      load_chunk(ring[s], rows, (chunk + s * warps) * CHUNK + column, width, true);
+      load_chunk(ring[s], rows, (chunk + s * warps) * CHUNK + column, width);
       inside[s] = tokens.place(offset[s], chunk + s * warps, end);
     }
   }
