@@ -8,15 +8,19 @@ producer: a read too far, a write to a weight, or an early touch fails with the 
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
+from built import once
 from ling_kernels.cuda.compile import SOURCES, units
 from ling_kernels.cuda.driver import Argument, Int64, Properties, packed
 
@@ -41,31 +45,34 @@ class Unit:
     kernels: tuple[str, ...]
 
 
-def build_unit(name: str, folder: Path) -> Unit:
-    """Compile `name`.cu and the emulator into a library in `folder`, or find it there."""
-    source, library = folder / f"emulated_{name}.cpp", folder / f"{name}.so"
-    if not library.exists():
-        _compile(name, folder, source, library)
-    loaded = ctypes.CDLL(str(library))
+def load_units(names: Sequence[str], folder: Path) -> list[Unit]:
+    """The kernels of these sources, compiled into `folder` or found there; on all cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        built = list(pool.map(lambda name: once(folder / name, partial(_compile, name)), names))
+    return [_load(path) for path in built]
+
+
+def _load(folder: Path) -> Unit:
+    loaded = ctypes.CDLL(str(folder / "kernels.so"))
     loaded.emulator_allocate.restype = ctypes.c_void_p
     loaded.emulator_allocate.argtypes = [ctypes.c_size_t]
     loaded.emulator_free.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     loaded.emulator_launch.restype = ctypes.c_char_p
-    return Unit(loaded, tuple(NAMED.findall(source.read_text())))
+    return Unit(loaded, tuple(NAMED.findall((folder / "unit.cpp").read_text())))
 
 
-def _compile(name: str, folder: Path, source: Path, library: Path) -> None:
-    for path in SOURCES.glob("*.cu*"):
+def _compile(name: str, folder: Path) -> None:
+    """`name`.cu and the emulator as a library in `folder`."""
+    for path in (*SOURCES.glob("*.cu*"), *HERE.glob("*.c*")):  # the emulator's arch.cuh takes the place of the other
         shutil.copy(path, folder)
-    for path in HERE.glob("*.c*"):
-        shutil.copy(path, folder)
+    source = folder / "unit.cpp"
     source.write_text(f'#include "emulator.cpp"\n#include "{name}.cu"\n')
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w"]
     text = _run([COMPILER, *flags, "-E", "-P", str(source)])
     kernels = tuple(k for k in dict.fromkeys(KERNEL.findall(text)) if not k.startswith("emulator_"))
     with source.open("a") as file:
         file.writelines(f"EMULATED({kernel})\n" for kernel in kernels)
-    _run([COMPILER, *flags, str(source), "-o", str(library)])
+    _run([COMPILER, *flags, str(source), "-o", str(folder / "kernels.so")])
 
 
 def _run(command: list[str]) -> str:
@@ -85,7 +92,7 @@ class EmulatedDevice:
         self.order = ORDERS.index(order)
         self.launched: list[str] = []
         self._constants: dict[int, Tensor] = {}
-        self._units = [build_unit(name, folder) for name in names or units()]
+        self._units = load_units(names or units(), folder)
 
     def constant(self, *tensors: Tensor) -> None:
         """Declare weights or tables: no kernel writes them, and they may be read before the wait."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,8 @@ import pyte
 from program import COMMAND, Program
 
 LIMIT_S = 30.0
+THINK_END = {"control": "</think>"}
+SLOW = [{"tokens": ["word "], "repeat": 2000, "delay_ms": 10}]
 _MODES = {1049: "alternate screen", 2004: "bracketed paste"}
 
 
@@ -147,6 +150,22 @@ class Seen:
     def resize(self, columns: int, rows: int) -> None:
         self.child.setwinsize(rows, columns)
         self._screen.resize(rows, columns)
+
+
+Start = Callable[..., Seen]
+
+
+def state_files(ling: Program) -> list[Path]:
+    """What chats left on disk."""
+    folder = ling.home / ".local" / "state" / "ling"
+    return sorted(file for file in folder.rglob("*") if file.is_file()) if folder.exists() else []
+
+
+def records(seen: Seen) -> list[dict[str, Any]]:
+    """The records of the only session in the chat's home."""
+    home = Path(seen.child.env["HOME"])
+    (file,) = (home / ".local" / "state" / "ling" / "sessions").glob("*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def _after(seen: Seen, line: str) -> str | None:

@@ -6,6 +6,7 @@ import ctypes
 import re
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,14 +17,15 @@ from ling_kernels import KernelError, load
 from ling_kernels.cuda import compile as compiling
 from ling_kernels.cuda.driver import Int64, packed, read_properties
 
+Compiled = Callable[[str, str], tuple[bytes, str]]
 SPILLS = re.compile(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads", re.DOTALL)
 SMALL = '#include "h.cuh"\nextern "C" __global__ void small(float* x) { x[threadIdx.x] = FACTOR; }\n'
 
 
 @pytest.mark.parametrize("arch", compiling.ARCHITECTURES)
 @pytest.mark.parametrize("unit", compiling.units())
-def test_every_source_compiles_for_every_architecture(unit: str, arch: str) -> None:
-    cubin, log = compiling.compile_unit(unit, arch)
+def test_every_source_compiles_for_every_architecture(compiled: Compiled, unit: str, arch: str) -> None:
+    cubin, log = compiled(unit, arch)
     assert cubin.startswith(b"\x7fELF")
     spilled = {name: (stores, loads) for name, stores, loads in SPILLS.findall(log)}
     assert spilled, "the compiler said nothing about registers"

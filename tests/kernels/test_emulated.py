@@ -19,11 +19,12 @@ pytestmark = pytest.mark.emulated
 # rows of the weight, their width: whole spans of a warp, several tiles a block among them, and others
 SHAPES = [(5, 8), (40, 48), (33, 136), (96, 256), (33, 640), (150, 384)]
 ROWS = [1, 8, 9, 16]
+UNITS = ["norm", "gemm", "part", "moe", "route"]
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> SettledDevice:
-    return SettledDevice(tmp_path_factory.mktemp("emulated"), ["norm", "gemm", "part", "moe", "route"])
+def device(built: Path) -> SettledDevice:
+    return SettledDevice(built, UNITS)
 
 
 @pytest.fixture
@@ -168,14 +169,11 @@ def all_results(machine: SettledDevice) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("order", ORDERS[1:])
-def test_the_order_of_threads_changes_nothing(tmp_path: Path, order: str) -> None:
+def test_the_order_of_threads_changes_nothing(built: Path, order: str) -> None:
     """What a missing barrier would change."""
-    names, folders = ["norm", "gemm", "part", "moe", "route"], [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
     # few multiprocessors: blocks go from tile to tile
-    wanted = all_results(SettledDevice(folders[0], names, num_sms=1))
-    for got, want in zip(all_results(SettledDevice(folders[1], names, num_sms=1, order=order)), wanted, strict=True):
+    wanted = all_results(SettledDevice(built, UNITS, num_sms=1))
+    for got, want in zip(all_results(SettledDevice(built, UNITS, num_sms=1, order=order)), wanted, strict=True):
         checks.assert_bits(got.float(), want.float(), "results")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import write_checkpoint, write_draft
-from emulator import build_unit
+from emulator import load_units
 from ling_kernels.cuda.compile import units
 from ling_local.engine.native import NativeEngine
 from ling_local.types import SamplingParams, TokenRequest
@@ -24,11 +24,10 @@ ROOT = PROGRAM.parents[1]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("emulated")
-    for name in units():
-        build_unit(name, folder)
-    return folder
+def folder(built: Path) -> Path:
+    """Where the ranks find their kernels."""
+    load_units(units(), built)
+    return built
 
 
 def run_ranks(check: str, folder: Path, size: int = 2, how: str = "posted", order: int = 0) -> None:

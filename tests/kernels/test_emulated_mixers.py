@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.emulated
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
-    return SettledDevice(tmp_path_factory.mktemp("emulated"))
+def device(built: Path) -> EmulatedDevice:
+    return SettledDevice(built)
 
 
 @pytest.fixture

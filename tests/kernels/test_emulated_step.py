@@ -48,8 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> SettledDevice:
-    return SettledDevice(tmp_path_factory.mktemp("emulated"))
+def device(built: Path) -> SettledDevice:
+    return SettledDevice(built)
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Callable
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 
-from ling_kernels.cuda.compile import compile_unit
+Compiled = Callable[[str, str], tuple[bytes, str]]
 
 # 16-byte loads of a thread that stand before the wait, for 8 and 16 tokens: two weight rows of DEPTH chunks, or of as
 # many slots as down asks for at once
@@ -44,8 +45,8 @@ def disassembled(cubin: bytes, folder: Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("unit", EARLY)
-def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: Path) -> None:
-    kernels = disassembled(compile_unit(unit, arch)[0], tmp_path)
+def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: Path, compiled: Compiled) -> None:
+    kernels = disassembled(compiled(unit, arch)[0], tmp_path)
     for name, loads in EARLY[unit].items():
         for tokens, wanted in zip((8, 16), loads, strict=True):
             code = kernels[f"{name}_{tokens}"]
@@ -59,9 +60,9 @@ def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: P
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
-def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path) -> None:
+def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path, compiled: Compiled) -> None:
     """State, taps and bias before the wait; then every row of the window before anything is made of one."""
-    code = disassembled(compile_unit("kda", arch)[0], tmp_path)["kda_verify_sums"]
+    code = disassembled(compiled("kda", arch)[0], tmp_path)["kda_verify_sums"]
     wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
     first = next(i for i, line in enumerate(code) if i > wait and "MUFU" in line)
     early, rows = (sum("LDG" in line for line in part) for part in (code[:wait], code[wait:first]))
@@ -71,8 +72,8 @@ def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
-def test_a_merge_asks_for_all_splits_at_once(arch: str, tmp_path: Path) -> None:
-    code = disassembled(compile_unit("mla", arch)[0], tmp_path)["mla_merge"]
+def test_a_merge_asks_for_all_splits_at_once(arch: str, tmp_path: Path, compiled: Compiled) -> None:
+    code = disassembled(compiled("mla", arch)[0], tmp_path)["mla_merge"]
     wide = [i for i, line in enumerate(code) if WIDE.search(line)]
     first = next(i for i, line in enumerate(code) if "SHFL.IDX" in line)
     assert len(wide) == 9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -40,8 +42,8 @@ def test_attention_sees_nothing_ahead() -> None:
 
 
 @pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> EmulatedDevice:
-    return EmulatedDevice(tmp_path_factory.mktemp("emulated"), ["prefill"])
+def device(built: Path) -> EmulatedDevice:
+    return EmulatedDevice(built, ["prefill"])
 
 
 @pytest.mark.emulated
