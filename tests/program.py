@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forks import forks
+
 COMMAND = [sys.executable, "-m", "ling_local"]
 ESC = b"\x1b"
 
@@ -63,11 +65,15 @@ class Program:
         cwd: Path | None = None,
         timeout: float = 60,
     ) -> Result:
-        """Run to the end. stdin None: /dev/null."""
-        source: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
-        done = subprocess.run(
-            [*COMMAND, *args], capture_output=True, env=self.environment(env), cwd=cwd, timeout=timeout, **source
-        )
+        """Run to the end. stdin None: /dev/null. In full where the variables are of Python's own start (forks.py)."""
+        variables = self.environment(env)
+        if any(name.startswith(("PYTHON", "LC_")) for name in env or ()):
+            source: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
+            done = subprocess.run(
+                [*COMMAND, *args], capture_output=True, env=variables, cwd=cwd, timeout=timeout, **source
+            )
+        else:
+            done = forks().run([*map(os.fsdecode, args)], variables, str(cwd or Path.cwd()), stdin, timeout)
         return Result(done.returncode, done.stdout, done.stderr.decode("utf-8"))
 
     def start(self, *args: str | Path, env: Mapping[str, str | None] | None = None, **pipes: Any) -> subprocess.Popen:
