@@ -1,6 +1,8 @@
 # `make demo` and `make test` do all the set-up they need in .venv; the second run of each starts in seconds.
 PYTHON ?= python3
 BIN := .venv/bin
+# one process a core, each test file in one of them, the long ones first
+TEST_FLAGS := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test setup lint format clean
 
@@ -13,7 +15,7 @@ demo: .venv/.ready
 test: .venv/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pytest
+	$(BIN)/pytest $(TEST_FLAGS)
 
 setup: .venv/.ready
 

@@ -11,6 +11,12 @@ from typing import Any
 
 import pytest
 
+# Files that take longest: with several workers they begin first.
+LONG = ("test_emulated_mixers", "test_compile", "test_emulated_exchange", "test_emulated_step", "test_contract")
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # every core has a worker of its own; the programs that tests start as well
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A runner in the background may start us with signals ignored, and every program that we start would ignore them too.
 for ignored, usual in (
     (signal.SIGINT, signal.default_int_handler),
@@ -43,7 +49,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The one rule for `gpu` tests: skipped where there is no GPU."""
+    """Long files first; and the one rule for `gpu` tests: skipped where there is no GPU."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return

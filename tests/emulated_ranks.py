@@ -1,4 +1,4 @@
-"""One rank of several on emulated GPUs: `python emulated_ranks.py CHECK RANK SIZE FD FOLDER HOW ORDER`.
+"""One rank of several on emulated GPUs: `python emulated_ranks.py CHECK RANK SIZE FD FOLDER HOW ORDERS`.
 
 Started by test_emulated_exchange. Mailboxes lie in memory that the processes share, and each check is run by all ranks
 at once, against the reference's ops for the same ranks. Whatever fails ends the program with its reason.
@@ -69,10 +69,10 @@ class GatheredExchange(SharedExchange):
 class Rank:
     """What a check works with: the emulated ops and the reference's."""
 
-    def __init__(self, rank: int, size: int, fd: int, folder: Path, gathered: bool, order: str) -> None:
+    def __init__(self, rank: int, size: int, fd: int, folder: Path, gathered: bool) -> None:
         self.board = Board(fd, rank, size)
         self.rank, self.size, self.folder = rank, size, folder
-        self.device = SettledDevice(folder, units(), order=order)
+        self.device = SettledDevice(folder, units())
         self.reference = RankOps(SharedExchange(self.board, 60.0))
         self.exchange = GatheredExchange(self.board, 60.0) if gathered else EmulatedExchange(self.board, fd)
         if gathered:  # one count of the parts that went over the board
@@ -231,10 +231,12 @@ CHECKS: dict[str, Callable[[Rank], None]] = {
 
 
 def main() -> None:
-    check, rank, size, fd, folder, how, order = sys.argv[1:]
-    at = Rank(int(rank), int(size), int(fd), Path(folder), how == "gathered", ORDERS[int(order)])
+    check, rank, size, fd, folder, how, orders = sys.argv[1:]
+    at = Rank(int(rank), int(size), int(fd), Path(folder), how == "gathered")
     with torch.inference_mode():
-        CHECKS[check](at)
+        for order in orders.split(","):
+            at.device.order = ORDERS.index(order)
+            CHECKS[check](at)
 
 
 if __name__ == "__main__":

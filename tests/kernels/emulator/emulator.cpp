@@ -36,7 +36,8 @@ struct Fiber {
   ucontext_t context;
   jmp_buf at;
   bool started, done;
-  u32 groups;
+  const u32* counter;  // it waits until this has passed `passed`; null: for nothing
+  u32 passed, groups;
   std::vector<Copy> copies;  // under way
 };
 
@@ -55,7 +56,7 @@ static jmp_buf home;
 static sigjmp_buf failed;
 static std::string reason;
 static u32 order, current, start, turn, living, barrier_arrived, barrier_done, wait_arrived;
-static bool opened;
+static u32 opened;  // 0 or 1
 static u64 progress;
 
 void fail(const char* why) {
@@ -69,7 +70,7 @@ static void on_fault(int, siginfo_t*, void*) {
   fail(opened ? "memory outside the arguments, or a constant written" : "activations were touched before the wait");
 }
 
-static void protect(bool open) {
+static void protect(u32 open) {
   opened = open;
   for (int r = 0; r < num_regions; ++r) {
     const int rights = regions[r].constant ? PROT_READ : open ? PROT_READ | PROT_WRITE : PROT_NONE;
@@ -90,6 +91,14 @@ static void pause() {
   if (_setjmp(fibers[current].at) == 0) _longjmp(home, 1);
 }
 
+// Threads that wait are not resumed in vain.
+static void pause_until(const u32& counter, u32 passed) {
+  if (counter > passed) return;
+  fibers[current].counter = &counter;
+  fibers[current].passed = passed;
+  pause();
+}
+
 void look_again() {
   ++progress;  // what is waited for comes from outside
   if (current + 1 == threads.x) sched_yield();
@@ -104,7 +113,7 @@ void meet(u32 mask) {
     warp->finished = mine + 1;
     ++progress;
   }
-  while (self->warp->finished <= mine) pause();
+  pause_until(warp->finished, mine);
 }
 
 static void settle_barriers() {
@@ -112,7 +121,7 @@ static void settle_barriers() {
   if (barrier_arrived == living) barrier_arrived = 0, ++barrier_done, ++progress;
   if (wait_arrived == living) {
     wait_arrived = 0;
-    protect(true);
+    protect(1);
     ++progress;
   }
 }
@@ -121,14 +130,14 @@ void barrier() {
   const u32 mine = self->barriers++;
   ++barrier_arrived;
   settle_barriers();
-  while (barrier_done <= mine) pause();
+  pause_until(barrier_done, mine);
 }
 
 void wait_for_producer() {
   if (++self->waits > 1) fail("a second wait for the producer");
   ++wait_arrived;
   settle_barriers();
-  while (!opened) pause();
+  pause_until(opened, 0);
 }
 
 static void finish(const Copy& copy) {
@@ -162,20 +171,24 @@ void copies_wait(u32 pending) {
 }
 
 static void run_thread() {
-  body(arguments);
-  if (self->waits != 1) fail("a thread ended without waiting for the producer");
-  fibers[current].done = true;
-  --living;
-  ++progress;
-  settle_barriers();
-  _longjmp(home, 1);
+  for (;;) {
+    body(arguments);
+    if (self->waits != 1) fail("a thread ended without waiting for the producer");
+    fibers[current].done = true;
+    --living;
+    ++progress;
+    settle_barriers();
+    pause();  // until there is another block
+  }
 }
 
 // Let a thread run until it meets others.
 static void resume(u32 thread) {
+  Fiber& fiber = fibers[thread];
+  if (fiber.done || (fiber.counter && *fiber.counter <= fiber.passed)) return;
+  fiber.counter = nullptr;
   current = thread;
-  if (fibers[current].done) return;
-  self = &fibers[current].thread;
+  self = &fiber.thread;
   if (_setjmp(home) == 0) {
     if (fibers[current].started) _longjmp(fibers[current].at, 1);
     fibers[current].started = true;
@@ -187,16 +200,18 @@ static void run_block() {
   const u32 count = threads.x;
   living = count;
   barrier_arrived = barrier_done = wait_arrived = 0;
-  protect(false);
+  protect(0);
   for (u32 t = 0; t < count; ++t) {
     Fiber& fiber = fibers[t];
     fiber.thread = {{t, 0, 0}, t % WARP, 0, 0, 0, &warps[t / WARP]};
-    fiber.started = fiber.done = false;
+    fiber.done = false;
+    fiber.counter = nullptr;
     fiber.groups = 0;
     fiber.copies.clear();
+    if (fiber.started) continue;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = stacks.data() + size_t(t) * STACK;
-    fiber.context.uc_stack.ss_size = STACK;
+    fiber.context.uc_stack.ss_size = STACK - t % 64 * 1088;  // else all of them would lie in the same sets of a cache
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, run_thread, 0);
   }
@@ -261,9 +276,12 @@ extern "C" const char* emulator_launch(
   threads = {dims[3], 1, 1};
   order = dims[4];
   emulator::body = body, emulator::arguments = arguments, emulator::regions = regions, num_regions = count;
-  fibers.resize(threads.x);
+  if (fibers.size() < threads.x) {
+    fibers.resize(threads.x);
+    stacks.resize(threads.x * STACK);
+    for (Fiber& fiber : fibers) fiber.started = false;
+  }
   warps.resize((threads.x + WARP - 1) / WARP);
-  if (stacks.size() < threads.x * STACK) stacks.resize(threads.x * STACK);
   shared_memory.assign(shared + 16, 0xff);
   dynamic_shared = shared_memory.data() + (-uintptr_t(shared_memory.data()) & 15);
   reason.clear();
@@ -276,6 +294,8 @@ extern "C" const char* emulator_launch(
     for (block.z = 0; block.z < grid.z; ++block.z)
       for (block.y = 0; block.y < grid.y; ++block.y)
         for (block.x = 0; block.x < grid.x; ++block.x) run_block();
+  } else {
+    for (Fiber& fiber : fibers) fiber.started = false;  // they stand anywhere
   }
   sigaction(SIGSEGV, &old_segv, nullptr);
   sigaction(SIGBUS, &old_bus, nullptr);
