@@ -98,8 +98,9 @@ def ids_of(steps: list[StepResult]) -> tuple[int, ...]:
     return tuple(token_id for step in steps for token_id in step.ids)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def greedy(engine: Engine) -> tuple[int, ...]:
+    """What the engine answers before anything has happened to it."""
     return ids_of(run(engine))
 
 
