@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # one process a core, each test file in one of them, the long ones first
-TEST_FLAGS := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+TEST_FLAGS := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test setup lint format clean
 

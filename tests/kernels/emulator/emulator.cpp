@@ -47,7 +47,7 @@ u8* dynamic_shared;
 
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
-static std::vector<u8> stacks;
+static u8* stacks;
 static const Region* regions;
 static int num_regions;
 static void (*body)(void**);
@@ -210,7 +210,7 @@ static void run_block() {
     fiber.copies.clear();
     if (fiber.started) continue;
     getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = stacks.data() + size_t(t) * STACK;
+    fiber.context.uc_stack.ss_sp = stacks + size_t(t) * STACK;
     fiber.context.uc_stack.ss_size = STACK - t % 64 * 1088;  // else all of them would lie in the same sets of a cache
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, run_thread, 0);
@@ -251,11 +251,16 @@ std::string kinds(void (*)(A...)) {
 
 }  // namespace emulator
 
+// Pages that cost nothing until they are touched.
+static u8* fresh_pages(size_t bytes) {
+  return static_cast<u8*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+}
+
 // Memory whose end is the end of a page, with a closed page behind it.
 extern "C" u8* emulator_allocate(size_t bytes) {
   using namespace emulator;
   const size_t size = (bytes + PAGE - 1) / PAGE * PAGE;
-  u8* pages = static_cast<u8*>(mmap(nullptr, size + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  u8* pages = fresh_pages(size + PAGE);
   mprotect(pages + size, PAGE, PROT_NONE);
   return pages + (size - bytes) / 16 * 16;
 }
@@ -277,8 +282,9 @@ extern "C" const char* emulator_launch(
   order = dims[4];
   emulator::body = body, emulator::arguments = arguments, emulator::regions = regions, num_regions = count;
   if (fibers.size() < threads.x) {
+    if (stacks) munmap(stacks, fibers.size() * STACK);
     fibers.resize(threads.x);
-    stacks.resize(threads.x * STACK);
+    stacks = fresh_pages(threads.x * STACK);
     for (Fiber& fiber : fibers) fiber.started = false;
   }
   warps.resize((threads.x + WARP - 1) / WARP);
