@@ -125,5 +125,6 @@ def _become(args: list[str], env: dict[str, str], cwd: str, streams: list[int]) 
 
 
 if __name__ == "__main__":
+    sys.path[0] = os.getcwd()  # as for `python -m`
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started the tests ends us by going away
     main(int(sys.argv[1]))
