@@ -35,7 +35,7 @@ def _spec(folder: Path) -> EngineSpec:
     at = 0
     while at < NUM:  # blocks of 1 to 4
         size = 1 + len(steps) % 4
-        steps.append({"tokens": words[at : at + size], "delay_ms": 1})
+        steps.append({"tokens": words[at : at + size], "delay_ms": 4})  # a cancel must arrive before the end
         at += size
     path = folder / "contract.json"
     path.write_text(json.dumps({"turns": [steps], "block": 3, "context": CONTEXT}), encoding="utf-8")
