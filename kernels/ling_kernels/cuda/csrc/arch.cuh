@@ -146,9 +146,9 @@ __device__ __forceinline__ void let_next_start() {
 #endif
 }
 
-// The same before the wait, in a short kernel: the next grid's weights are then on their way while this one still waits
-// for its producer. Such a next grid may be two kernels ahead of what has finished: before its wait it touches weights,
-// and of what is settled only what more than two kernels separate from its writer.
+// The same before the wait: the next grid's weights are then on their way while this one still waits for its producer.
+// Such a next grid is further ahead of what has finished, the further the more kernels in a row do so: before its wait it
+// touches weights, and of what is settled only what more kernels than that separate from its writer.
 __device__ __forceinline__ void let_next_start_early() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -40,8 +40,8 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS, 1)
     mla_merge(bf16* latent, const bf16* partial, const float* stats, const i64* positions, int heads) {
   __shared__ MergeShared shared;
   const int query = blockIdx.y * heads + blockIdx.x, limit = int(load_settled(positions)) + int(blockIdx.y) + 1;
+  let_next_start_early();
   wait_for_producer();
-  let_next_start();
   attend_merge(partial, stats, query, ROW_TILE * heads, limit, blockIdx.z * MERGE_COLUMNS, latent + i64(query) * MLA_LATENT,
                shared);
 }

@@ -207,8 +207,8 @@ __device__ __forceinline__ void mla_absorb(const MlaSource& source, const MlaEnt
     sine[i] = load_settled(rope + (position + r) * MLA_ROPE + MLA_ROPE / 2 + lane);
   }
   if (entry < rows) row.prepare(entries.norm, rope + (position + entry) * MLA_ROPE);
+  let_next_start_early();
   wait_for_producer();
-  let_next_start();
   if (low_rank) {
     mla_low_rank(weights, norm, source, head, rows, s);
   } else {
@@ -279,8 +279,8 @@ __device__ __forceinline__ void mla_value(const bf16* w_uv, const bf16* latent, 
     low[i] = load_weights(from, true);
     high[i] = load_weights(from + 8 * MLA_LATENT, true);
   }
+  let_next_start_early();
   wait_for_producer();
-  let_next_start();
   const int row = tid / MLA_OUT, value = tid % MLA_OUT;
   const float factor = row < rows ? sigmoid(to_float(gate[i64(row) * stride + head])) : 0.0f;
 #pragma unroll
