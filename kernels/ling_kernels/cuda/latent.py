@@ -33,7 +33,7 @@ LARGE, SMALL = Form(128, (1, 3, 5)), Form(64, (1,))  # by the shared memory that
 
 def attend_bytes(form: Form, tiles: int) -> int:
     """sizeof(AttendShared) in attend.cuh."""
-    rows, keys, stats = tiles * TILE, form.keys, tiles * TILE * 4 * (2 * ATTEND_WARPS + 5)
+    rows, keys, stats = tiles * TILE, form.keys, tiles * TILE * 4 * (2 * ATTEND_WARPS + 4)
     buffers = 2 if tiles > 3 else 3
     weights = (1 if buffers == 2 else rows) * (keys + 8)
     halves = keys * (ROW + 8) + buffers * rows * (PART + 8) + weights

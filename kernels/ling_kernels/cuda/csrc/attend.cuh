@@ -13,8 +13,7 @@ constexpr int ATTEND_SPLITS = 66;    // most splits of a query's keys
 constexpr int ATTEND_STEP = 32;      // a split is a whole number of these
 constexpr int ATTEND_THREADS = 256;  // 8 warps
 constexpr int ATTEND_WARPS = ATTEND_THREADS / WARP;
-constexpr int ATTEND_PARTS = 3, ATTEND_PART = MLA_ROW / ATTEND_PARTS;  // of a row: fetched and multiplied one by one
-constexpr float LOG2_E = 1.4426950408889634f;
+constexpr int ATTEND_PARTS = 3, ATTEND_PART = MLA_ROW / ATTEND_PARTS;  // of a query: fetched and multiplied one by one
 
 // Keys in a split of a query that sees `limit` of them.
 __device__ __forceinline__ int attend_split(int limit) {
@@ -27,14 +26,18 @@ __device__ __forceinline__ int attend_split(int limit) {
 template <int KEYS, int TILES>
 struct AttendShared {
   static constexpr int BUFFERS = TILES > 3 ? 2 : 3;
+  // A warp scores EACH keys against OWN tiles: what it fetches for one it multiplies with all of the others.
+  static constexpr int GROUPS = TILES > 1 ? 2 : 1, KEY_WARPS = ATTEND_WARPS / GROUPS;
+  static constexpr int EACH = KEYS / KEY_WARPS, OWN = (TILES + GROUPS - 1) / GROUPS;
+  static constexpr int SLOT = KEYS / ATTEND_WARPS;  // keys whose weights are summed first, in every form with these KEYS
+  static constexpr int SLOTS = KEYS / SLOT;
   alignas(16) bf16 keys[KEYS][MLA_ROW + 8];
   alignas(16) bf16 q[BUFFERS][TILES * 16][ATTEND_PART + 8];
   alignas(16) bf16 own_weights[BUFFERS == 2 ? 1 : TILES * 16][KEYS + 8];
-  float warp_top[ATTEND_WARPS][TILES * 16];
-  float warp_sum[ATTEND_WARPS][TILES * 16];
+  float slot_top[SLOTS][TILES * 16];
+  float slot_sum[SLOTS][TILES * 16];
   float top[TILES * 16];      // running maximum
   float sum[TILES * 16];      // running sum of weights
-  float minus[TILES * 16];    // the maximum, 0 where no key was seen
   float rescale[TILES * 16];  // of what was summed before this chunk
   int live[TILES * 16];       // end of the keys that the query sees in this pass
 
@@ -55,121 +58,187 @@ struct Attend {
   __device__ int limit(int query) const { return query < rows * heads ? before + query / heads + 1 : 0; }
 };
 
-// One part of the rows of this warp's own keys, from key `first` on; groups of 16 keys that are all past `end` stay away.
+// Rows of the cache from key `first` on, by the whole block; groups of 16 keys that are all past `end` stay away. Eight
+// lanes share a row.
 template <int KEYS, int TILES>
-__device__ __forceinline__ void attend_fetch_keys(const Attend& job, int part, int first, int end,
-                                                  AttendShared<KEYS, TILES>& s) {
-  constexpr int EACH = KEYS / ATTEND_WARPS, PIECES = ATTEND_PART / 8;
-  const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP * EACH;
-  if (first + own / 16 * 16 >= end) return;
-#pragma unroll 4
-  for (int n = 0; n < EACH * PIECES / WARP; n++) {
-    const int i = n * WARP + lane, r = own + i / PIECES, c = part * ATTEND_PART + i % PIECES * 8;
-    copy16(&s.keys[r][c], job.cache + i64(min(first + r, job.capacity - 1)) * MLA_ROW + c);
+__device__ __forceinline__ void attend_fetch_keys(const Attend& job, int first, int end, AttendShared<KEYS, TILES>& s) {
+  const int column = threadIdx.x % 8 * 8;
+#pragma unroll 1
+  for (int r = threadIdx.x / 8; r < KEYS && first + r / 16 * 16 < end; r += ATTEND_THREADS / 8) {
+    const bf16* from = job.cache + i64(min(first + r, job.capacity - 1)) * MLA_ROW + column;
+#pragma unroll
+    for (int c = 0; c < MLA_ROW; c += 64) copy16(&s.keys[r][column + c], from + c);
   }
+  copies_commit();
 }
 
-// One part of the queries, by the whole block. What stands in rows past the last query is never looked at.
+// One part of the queries, likewise. What stands in rows past the last query is never looked at.
 template <int KEYS, int TILES>
 __device__ __forceinline__ void attend_fetch_queries(const Attend& job, int part, AttendShared<KEYS, TILES>& s) {
-  constexpr int PIECES = ATTEND_PART / 8;
-  const int live = min(TILES * 16, job.rows * job.heads - job.first);
-  for (int i = threadIdx.x; i < live * PIECES; i += ATTEND_THREADS) {
-    const int r = i / PIECES, c = i % PIECES * 8;
-    copy16(&s.q[part % AttendShared<KEYS, TILES>::BUFFERS][r][c], job.queries + i64(job.first + r) * MLA_ROW + part * ATTEND_PART + c);
+  const int column = threadIdx.x % 8 * 8, live = min(TILES * 16, job.rows * job.heads - job.first);
+#pragma unroll
+  for (int n = 0; n < (TILES * 16 + ATTEND_THREADS / 8 - 1) / (ATTEND_THREADS / 8); n++) {
+    const int r = threadIdx.x / 8 + ATTEND_THREADS / 8 * n;
+    if (r >= live) break;
+    const bf16* from = job.queries + i64(job.first + r) * MLA_ROW + part * ATTEND_PART + column;
+    bf16* to = &s.q[part % AttendShared<KEYS, TILES>::BUFFERS][r][column];
+#pragma unroll
+    for (int c = 0; c < ATTEND_PART; c += 64) copy16(to + c, from + c);
   }
+  copies_commit();
 }
 
-// Add one part's products of all queries with this warp's keys to the scores: rows g, g + 8 of a tile, keys 2t, 2t + 1.
+// The tiles that this warp scores, from the first on.
 template <int KEYS, int TILES>
-__device__ __forceinline__ void attend_scores(float (&c)[TILES][KEYS / 64][4], int part, AttendShared<KEYS, TILES>& s) {
-  constexpr int EACH = KEYS / ATTEND_WARPS, STEP = EACH == 16 ? 16 : 32;  // of k, for one load of key fragments
-  const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP * EACH, matrix = lane / 8, r = lane % 8;
-  const int key = EACH == 16 ? own + 8 * (matrix >> 1) + r : own + r;
-  const bf16* keys = &s.keys[key][part * ATTEND_PART + 8 * (EACH == 16 ? matrix & 1 : matrix)];
-  const bf16* q = &s.q[part % AttendShared<KEYS, TILES>::BUFFERS][8 * (matrix & 1) + r][8 * (matrix >> 1)];
-#pragma unroll 4
-  for (int k = 0; k < ATTEND_PART; k += STEP) {
-    u32 b[4];
-    load_matrices(b, keys + k);
+__device__ __forceinline__ int attend_first_tile() {
+  using Shared = AttendShared<KEYS, TILES>;
+  return threadIdx.x / WARP / Shared::KEY_WARPS * Shared::OWN;
+}
+
+// Scores of this warp's keys against its tiles: rows g, g + 8 of a tile, keys 8n + 2t, 2t + 1.
+template <int KEYS, int TILES>
+using AttendScores = float[AttendShared<KEYS, TILES>::OWN][AttendShared<KEYS, TILES>::EACH / 8][4];
+
+// Add one part's products to the scores.
+template <int KEYS, int TILES>
+__device__ __forceinline__ void attend_scores(AttendScores<KEYS, TILES>& c, int part, AttendShared<KEYS, TILES>& s) {
+  using Shared = AttendShared<KEYS, TILES>;
+  constexpr int EACH = Shared::EACH, OWN = Shared::OWN, QUERY = ATTEND_PART + 8;
+  const int lane = threadIdx.x % WARP, own = threadIdx.x / WARP % Shared::KEY_WARPS * EACH, matrix = lane / 8, r = lane % 8;
+  const int tile = attend_first_tile<KEYS, TILES>();
+  const bf16* q = &s.q[part % Shared::BUFFERS][16 * tile + 8 * (matrix & 1) + r][8 * (matrix >> 1)];
+  auto lives = [&](int m) { return m + OWN * (Shared::GROUPS - 1) < TILES || tile + m < TILES; };
+  if constexpr (EACH == 8) {
+    const bf16* keys = &s.keys[own + r][part * ATTEND_PART + 8 * matrix];
 #pragma unroll
-    for (int m = 0; m < TILES; m++) {
-      u32 a[4];
-      const bf16* from = q + 16 * m * (ATTEND_PART + 8) + k;
-      load_matrices(a, from);
-      mma_bf16(c[m][0], a[0], a[1], a[2], a[3], b[0], b[1]);
-      if constexpr (EACH == 16) {
-        mma_bf16(c[m][1], a[0], a[1], a[2], a[3], b[2], b[3]);
-      } else {
-        load_matrices(a, from + 16);
-        mma_bf16(c[m][0], a[0], a[1], a[2], a[3], b[2], b[3]);
+    for (int k = 0; k < ATTEND_PART; k += 32) {
+      u32 a[4], b[4];
+      load_matrices(b, keys + k);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        load_matrices(a, q + k + 16 * half);
+        mma_bf16(c[0][0], a[0], a[1], a[2], a[3], b[2 * half], b[2 * half + 1]);
       }
     }
-  }
-}
-
-// Scores to weights, and the running softmax. scale: of scores, times log2(e). The weights can be read after it.
-template <int KEYS, int TILES>
-__device__ __forceinline__ void attend_softmax(float (&c)[TILES][KEYS / 64][4], int first, float scale,
-                                               AttendShared<KEYS, TILES>& s) {
-  const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
-  const int own = first + warp * (KEYS / ATTEND_WARPS) + 2 * t;
+  } else {
+    const bf16* keys = &s.keys[own + 8 * (matrix >> 1) + r][part * ATTEND_PART + 8 * (matrix & 1)];
 #pragma unroll
-  for (int m = 0; m < TILES; m++) {
+    for (int k = 0; k < ATTEND_PART; k += 16) {
+      u32 a[OWN][4], b[EACH / 16][4];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = 16 * m + g + 8 * half, live = s.live[row];
-      float top = -infinity();
+      for (int n = 0; n < EACH / 16; n++) load_matrices(b[n], keys + 16 * n * (MLA_ROW + 8) + k);
 #pragma unroll
-      for (int n = 0; n < KEYS / 64; n++) {
+      for (int m = 0; m < OWN; m++) {
+        if (lives(m)) load_matrices(a[m], q + 16 * m * QUERY + k);
+      }
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          float& x = c[m][n][2 * half + e];
-          x = own + 8 * n + e < live ? x * scale : -infinity();
-          top = fmaxf(top, x);
+      for (int m = 0; m < OWN; m++) {
+        if (!lives(m)) continue;
+#pragma unroll
+        for (int n = 0; n < EACH / 16; n++) {
+          mma_bf16(c[m][2 * n], a[m][0], a[m][1], a[m][2], a[m][3], b[n][0], b[n][1]);
+          mma_bf16(c[m][2 * n + 1], a[m][0], a[m][1], a[m][2], a[m][3], b[n][2], b[n][3]);
         }
       }
-      top = fmaxf(top, __shfl_xor_sync(ALL, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(ALL, top, 2));
-      if (t == 0) s.warp_top[warp][row] = top;
     }
   }
+}
+
+// Scores to weights, and the running softmax. scale: of scores, times log2(e). The weights can be read after it. Each
+// step is taken for all rows before the next.
+template <int KEYS, int TILES>
+__device__ __forceinline__ void attend_softmax(AttendScores<KEYS, TILES>& c, int first, float scale,
+                                               AttendShared<KEYS, TILES>& s) {
+  using Shared = AttendShared<KEYS, TILES>;
+  constexpr int EACH = Shared::EACH, ROWS = 2 * Shared::OWN, SLOT = Shared::SLOT, WIDE = EACH / SLOT;
+  const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
+  const int own = warp % Shared::KEY_WARPS * EACH + 2 * t, slot = warp % Shared::KEY_WARPS * WIDE;
+  const int begin = 16 * attend_first_tile<KEYS, TILES>() + g;
+  auto row = [&](int i) { return begin + 8 * i; };
+  auto lives = [&](int i) { return begin - g + 8 * i < TILES * 16; };
+  float top[ROWS];
+#pragma unroll
+  for (int i = 0; i < ROWS; i++) {
+    const int live = (lives(i) ? s.live[row(i)] : 0) - first;
+    top[i] = -infinity();
+#pragma unroll
+    for (int n = 0; n < EACH / 8; n++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float& x = c[i / 2][n][2 * (i % 2) + e];
+        x = own + 8 * n + e < live ? x * scale : -infinity();
+        top[i] = fmaxf(top[i], x);
+      }
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) top[i] = fmaxf(top[i], __shfl_xor_sync(ALL, top[i], step));
+  }
+#pragma unroll
+  for (int i = 0; i < ROWS; i++) {
+    if (t < WIDE && lives(i)) s.slot_top[slot + t][row(i)] = top[i];
+  }
   __syncthreads();
+  float all = 0.0f;  // of this thread's row
   if (tid < TILES * 16) {
     const float before = s.top[tid];
-    float top = before;
+    all = before;
 #pragma unroll
-    for (int w = 0; w < ATTEND_WARPS; w++) top = fmaxf(top, s.warp_top[w][tid]);
-    const float minus = top == -infinity() ? 0.0f : top;
-    s.top[tid] = top;
-    s.minus[tid] = minus;
-    s.rescale[tid] = exp2f(before - minus);
+    for (int w = 0; w < Shared::SLOTS; w++) all = fmaxf(all, s.slot_top[w][tid]);
+    s.rescale[tid] = exp2f(before - (all == -infinity() ? 0.0f : all));
   }
-  __syncthreads();
+  // and again in each warp, which then needs no other barrier
 #pragma unroll
-  for (int m = 0; m < TILES; m++) {
+  for (int i = 0; i < ROWS; i++) {
+    const int at = lives(i) ? row(i) : 0;
+    top[i] = s.top[at];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int row = 16 * m + g + 8 * half;
-      const float minus = s.minus[row];
-      float sum = 0.0f;
+    for (int w = 0; w < Shared::SLOTS; w += 4) top[i] = fmaxf(top[i], s.slot_top[w + t][at]);
+  }
 #pragma unroll
-      for (int n = 0; n < KEYS / 64; n++) {
-        const float low = exp2f(c[m][n][2 * half] - minus), high = exp2f(c[m][n][2 * half + 1] - minus);
-        sum += low + high;
-        *reinterpret_cast<u32*>(s.weights(row) + warp * (KEYS / ATTEND_WARPS) + 8 * n + 2 * t) = pack_bf16(low, high);
+  for (int step = 1; step < 4; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) top[i] = fmaxf(top[i], __shfl_xor_sync(ALL, top[i], step));
+  }
+  float sum[ROWS][WIDE];
+#pragma unroll
+  for (int i = 0; i < ROWS; i++) {
+    const float minus = top[i] == -infinity() ? 0.0f : top[i];
+#pragma unroll
+    for (int w = 0; w < WIDE; w++) {
+      sum[i][w] = 0.0f;
+#pragma unroll
+      for (int n = w * SLOT / 8; n < (w + 1) * SLOT / 8; n++) {
+        const float low = exp2f(c[i / 2][n][2 * (i % 2)] - minus), high = exp2f(c[i / 2][n][2 * (i % 2) + 1] - minus);
+        sum[i][w] += low + high;
+        if (lives(i)) *reinterpret_cast<u32*>(s.weights(row(i)) + own + 8 * n) = pack_bf16(low, high);
       }
-      sum += __shfl_xor_sync(ALL, sum, 1);
-      sum += __shfl_xor_sync(ALL, sum, 2);
-      if (t == 0) s.warp_sum[warp][row] = sum;
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+      for (int w = 0; w < WIDE; w++) sum[i][w] += __shfl_xor_sync(ALL, sum[i][w], step);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+    for (int w = 0; w < WIDE; w++) {
+      if (t == w && lives(i)) s.slot_sum[slot + w][row(i)] = sum[i][w];
     }
   }
   __syncthreads();
   if (tid < TILES * 16) {
-    float sum = 0.0f;
+    float added = 0.0f;
 #pragma unroll
-    for (int w = 0; w < ATTEND_WARPS; w++) sum += s.warp_sum[w][tid];
-    s.sum[tid] = fmaf(s.sum[tid], s.rescale[tid], sum);
+    for (int w = 0; w < Shared::SLOTS; w++) added += s.slot_sum[w][tid];
+    s.sum[tid] = fmaf(s.sum[tid], s.rescale[tid], added);
+    s.top[tid] = all;
   }
 }
 
@@ -186,21 +255,22 @@ __device__ __forceinline__ void attend_mix(float (&acc)[TILES][8][4], int keys, 
       for (int n = 0; n < 8; n++) acc[m][n][0] *= low, acc[m][n][1] *= low, acc[m][n][2] *= high, acc[m][n][3] *= high;
     }
   }
-#pragma unroll 1
+  const bf16* values = &s.keys[8 * (matrix & 1) + r][column + 8 * (matrix >> 1)];
+  const bf16* weights = s.weights(8 * (matrix & 1) + r) + 8 * (matrix >> 1);
+#pragma unroll(TILES == 1 ? 2 : 1)
   for (int k = 0; k < keys; k += 16) {
-    u32 b[4][4];
+    u32 a[2][4], b[4][4];
+    load_matrices(a[0], weights + k);
 #pragma unroll
-    for (int n = 0; n < 4; n++) {
-      load_matrices_transposed(b[n], &s.keys[k + 8 * (matrix & 1) + r][column + 16 * n + 8 * (matrix >> 1)]);
-    }
+    for (int n = 0; n < 4; n++) load_matrices_transposed(b[n], values + k * (MLA_ROW + 8) + 16 * n);
 #pragma unroll
     for (int m = 0; m < TILES; m++) {
-      u32 a[4];
-      load_matrices(a, s.weights(16 * m + 8 * (matrix & 1) + r) + k + 8 * (matrix >> 1));
+      if (m + 1 < TILES) load_matrices(a[(m + 1) % 2], weights + 16 * (m + 1) * (KEYS + 8) + k);
+      const u32(&x)[4] = a[m % 2];
 #pragma unroll
       for (int n = 0; n < 4; n++) {
-        mma_bf16(acc[m][2 * n], a[0], a[1], a[2], a[3], b[n][0], b[n][1]);
-        mma_bf16(acc[m][2 * n + 1], a[0], a[1], a[2], a[3], b[n][2], b[n][3]);
+        mma_bf16(acc[m][2 * n], x[0], x[1], x[2], x[3], b[n][0], b[n][1]);
+        mma_bf16(acc[m][2 * n + 1], x[0], x[1], x[2], x[3], b[n][2], b[n][3]);
       }
     }
   }
@@ -253,28 +323,17 @@ __device__ __forceinline__ void attend_store(float (&acc)[TILES][8][4], const At
 template <int KEYS, int TILES>
 __device__ __forceinline__ void attend(const Attend& job, int split, float scale, bf16* partial, float* stats,
                                        AttendShared<KEYS, TILES>& s) {
-  constexpr bool ALONE = TILES == 1;
   constexpr int BUFFERS = AttendShared<KEYS, TILES>::BUFFERS;
   const int tid = threadIdx.x;
   const int last = min(job.first + TILES * 16, job.rows * job.heads) - 1, limit = job.limit(last);
   const int low = attend_split(job.limit(job.first)), high = attend_split(limit);
-  auto fetch_keys = [&](int part, int first, int end) {
-    attend_fetch_keys(job, part, first, end, s);
-    copies_commit();
-  };
-  auto fetch_queries = [&](int part) {
-    attend_fetch_queries(job, part, s);
-    copies_commit();
-  };
 
-  // keys that this step does not write are fetched before the producer has finished: all where other blocks are few
-  int early = 0;
+  // keys that this step does not write are fetched before the producer has finished
   const int opening = split * low, closing = min(limit, opening + low);
-  if (opening < closing && min(closing, opening + KEYS) <= job.before) {
-    for (; early < (ALONE ? ATTEND_PARTS : 1); early++) fetch_keys(early, opening, closing);
-  }
+  bool early = opening < closing && min(closing, opening + KEYS) <= job.before;
+  if (early) attend_fetch_keys(job, opening, closing, s);
+  let_next_start_early();
   wait_for_producer();
-  let_next_start();
 
   if (tid < TILES * 16) s.top[tid] = -infinity(), s.sum[tid] = 0.0f;
   float acc[TILES][8][4] = {};
@@ -288,33 +347,26 @@ __device__ __forceinline__ void attend(const Attend& job, int split, float scale
     }
 #pragma unroll 1
     for (int first = split * size; first < end; first += KEYS) {
-      // groups of copies in this order: k0 k1 k2 q0 q1 q2, or k0 q0 k1 q1 k2 and q2, which may have to wait for a place
       if (again) __syncthreads();  // the chunk before is done with
-      if constexpr (ALONE) {
-        for (int part = early; part < ATTEND_PARTS; part++) fetch_keys(part, first, end);
-        for (int part = 0; part < ATTEND_PARTS; part++) fetch_queries(part);
-      } else {
-        for (int part = 0; part < ATTEND_PARTS; part++) {
-          if (part >= early) fetch_keys(part, first, end);
-          if (part < BUFFERS) fetch_queries(part);
-        }
-      }
-      early = 0;
-      float c[TILES][KEYS / 64][4] = {};
-      copies_wait<ALONE ? 2 : BUFFERS == 2 ? 3 : 4>();
+      if (!early) attend_fetch_keys(job, first, end, s);
+      early = false;
+#pragma unroll
+      for (int part = 0; part < BUFFERS; part++) attend_fetch_queries(job, part, s);
+      AttendScores<KEYS, TILES> c = {};
+      copies_wait<BUFFERS - 1>();
       __syncthreads();
-      attend_scores(c, 0, s);
+      attend_scores<KEYS, TILES>(c, 0, s);
       if constexpr (BUFFERS == 2) {
         __syncthreads();
-        fetch_queries(2);
+        attend_fetch_queries(job, 2, s);
       }
-      copies_wait<ALONE ? 1 : 2>();
+      copies_wait<1>();
       __syncthreads();
-      attend_scores(c, 1, s);
+      attend_scores<KEYS, TILES>(c, 1, s);
       copies_wait<0>();
       __syncthreads();
-      attend_scores(c, 2, s);
-      attend_softmax(c, first, scale, s);
+      attend_scores<KEYS, TILES>(c, 2, s);
+      attend_softmax<KEYS, TILES>(c, first, scale, s);
       attend_mix(acc, min(KEYS, end - first), again, s);
       again = true;
     }
