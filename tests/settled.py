@@ -22,6 +22,7 @@ SETTLED = {
     "mla_attend_128_5": (3, 4),
     "mla_attend_64_1": (3, 4),
     "mla_merge": (3,),
+    "mla_merge_values": (3,),
     "draft_heads": (2,),
     "draft_attend": (3, 4, 5),
     "draft_merge": (3,),

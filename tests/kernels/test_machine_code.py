@@ -73,8 +73,11 @@ def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path, compiled:
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
 def test_a_merge_asks_for_all_splits_at_once(arch: str, tmp_path: Path, compiled: Compiled) -> None:
-    code = disassembled(compiled("mla", arch)[0], tmp_path)["mla_merge"]
-    wide = [i for i, line in enumerate(code) if WIDE.search(line)]
-    first = next(i for i, line in enumerate(code) if "SHFL.IDX" in line)
-    assert len(wide) == 9
-    assert wide[-1] < first
+    kernels = disassembled(compiled("mla", arch)[0], tmp_path)
+    for name in ("mla_merge", "mla_merge_values"):
+        code = kernels[name]
+        wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+        wide = [i for i, line in enumerate(code) if i > wait and WIDE.search(line)]
+        first = next(i for i, line in enumerate(code) if "SHFL.IDX" in line)
+        assert len(wide) == 9
+        assert wide[-1] < first

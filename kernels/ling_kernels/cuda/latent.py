@@ -74,12 +74,16 @@ class LatentOps:
         grid, shared = (SPLITS, -(-tiles // together)), attend_bytes(form, most)
         self.device.launch(form.kernel(most), grid, THREADS, args, shared)
 
+        out, gate = proj.new_empty(proj.shape[0], heads * VALUE), proj[:, width - heads :]
+        up = [params.w_uv, Int64(params.w_uv.stride(0)), gate]
+        if rows == 1:  # more would read each split's means too often
+            args = [out, partial, stats, positions, *up, heads]
+            self.device.launch("mla_merge_values", (VALUE // 32, heads), MERGE_RUNS * LATENT // 8, args)
+            return out
         latent = proj.new_empty(proj.shape[0], heads, LATENT)
         grid, threads = (heads, rows, LATENT // MERGE_COLUMNS), MERGE_RUNS * MERGE_COLUMNS // 8
         self.device.launch("mla_merge", grid, threads, [latent, partial, stats, positions, heads])
-        out = proj.new_empty(proj.shape[0], heads * VALUE)
-        args = [out, latent, params.w_uv, Int64(params.w_uv.stride(0)), proj[:, width - heads :], width, heads, rows]
-        self.device.launch("mla_values", (VALUE // 16, heads), THREADS, args)
+        self.device.launch("mla_values", (VALUE // 16, heads), THREADS, [out, latent, *up, width, heads, rows])
         return out
 
     def _form(self) -> Form:

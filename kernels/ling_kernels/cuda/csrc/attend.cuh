@@ -379,20 +379,31 @@ __device__ __forceinline__ void attend(const Attend& job, int split, float scale
 // The merge takes a query's splits in MERGE_RUNS runs of their own threads, each in order, then the runs in order: which
 // split belongs to which run is fixed, and all loads are on their way at once.
 constexpr int MERGE_RUNS = 8, MERGE_RUN = (ATTEND_SPLITS + MERGE_RUNS - 1) / MERGE_RUNS;
-constexpr int MERGE_COLUMNS = 8 * WARP;  // of a block: a run is a warp
-constexpr int MERGE_THREADS = MERGE_RUNS * MERGE_COLUMNS / 8;
+constexpr int MERGE_COLUMNS = 8 * WARP;  // of a block that merges and no more: a run is a warp
 constexpr int MERGE_LANES = (ATTEND_SPLITS + WARP - 1) / WARP;  // splits that a lane weighs
 
+template <int COLUMNS>
+constexpr int MERGE_THREADS = MERGE_RUNS * COLUMNS / 8;
+
+template <int COLUMNS>
 struct MergeShared {
-  alignas(16) float parts[MERGE_RUNS][MERGE_COLUMNS + 4];
+  alignas(16) float parts[MERGE_RUNS][COLUMNS + 4];
 };
 
-// Merge MERGE_COLUMNS values of one query, from `begin` on. limit: the keys that it sees; all: queries that a split has
-// room for.
+// Merge COLUMNS values of one query, from `begin` on, into as many of `out`, by MERGE_THREADS<COLUMNS> threads. limit: the
+// keys that it sees; all: queries that a split has room for.
+template <int COLUMNS>
 __device__ __forceinline__ void attend_merge(const bf16* partial, const float* stats, int query, int all, int limit,
-                                             int begin, bf16* out, MergeShared& s) {
-  const int tid = threadIdx.x, lane = tid % WARP, run = tid / (MERGE_COLUMNS / 8), column = tid % (MERGE_COLUMNS / 8) * 8;
+                                             int begin, bf16* out, MergeShared<COLUMNS>& s) {
+  const int tid = threadIdx.x, lane = tid % WARP, run = tid / (COLUMNS / 8), column = tid % (COLUMNS / 8) * 8;
   const int size = attend_split(limit), num = (limit + size - 1) / size;
+  // in this order: else the assembler sends most of the means only when the maxima are there
+  uint4 part[MERGE_RUN];
+#pragma unroll
+  for (int i = 0; i < MERGE_RUN; i++) {
+    const int n = run * MERGE_RUN + i;
+    part[i] = load_activations(partial + (i64(min(n, num - 1)) * all + query) * MLA_LATENT + begin + column);
+  }
   float2 found[MERGE_LANES];
 #pragma unroll
   for (int i = 0; i < MERGE_LANES; i++) {
@@ -401,12 +412,6 @@ __device__ __forceinline__ void attend_merge(const bf16* partial, const float* s
     const uint2 words = load_activations4(reinterpret_cast<const bf16*>(from));
     const bool live = n < num;
     found[i] = make_float2(live ? __uint_as_float(words.x) : -infinity(), live ? __uint_as_float(words.y) : 0.0f);
-  }
-  uint4 part[MERGE_RUN];
-#pragma unroll
-  for (int i = 0; i < MERGE_RUN; i++) {
-    const int n = run * MERGE_RUN + i;
-    part[i] = load_activations(partial + (i64(min(n, num - 1)) * all + query) * MLA_LATENT + begin + column);
   }
   float top = found[0].x;
 #pragma unroll
@@ -437,9 +442,9 @@ __device__ __forceinline__ void attend_merge(const bf16* partial, const float* s
     *reinterpret_cast<float4*>(&s.parts[run][column + e]) = make_float4(acc[e], acc[e + 1], acc[e + 2], acc[e + 3]);
   }
   __syncthreads();
-  if (tid >= MERGE_COLUMNS / 2) return;
+  if (tid >= COLUMNS / 2) return;
   float low = 0.0f, high = 0.0f;
 #pragma unroll
   for (int r = 0; r < MERGE_RUNS; r++) low += s.parts[r][2 * tid], high += s.parts[r][2 * tid + 1];
-  *reinterpret_cast<u32*>(out + begin + 2 * tid) = pack_bf16(low / total, high / total);
+  *reinterpret_cast<u32*>(out + 2 * tid) = pack_bf16(low / total, high / total);
 }

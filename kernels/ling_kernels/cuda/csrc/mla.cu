@@ -36,21 +36,43 @@ MLA_ATTEND(128, 5)
 MLA_ATTEND(64, 1)  // where a block may have 99 KB of shared memory
 
 // grid: (H, rows, latent columns / MERGE_COLUMNS)
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS<MERGE_COLUMNS>, 1)
     mla_merge(bf16* latent, const bf16* partial, const float* stats, const i64* positions, int heads) {
-  __shared__ MergeShared shared;
+  __shared__ MergeShared<MERGE_COLUMNS> shared;
   const int query = blockIdx.y * heads + blockIdx.x, limit = int(load_settled(positions)) + int(blockIdx.y) + 1;
+  const int begin = blockIdx.z * MERGE_COLUMNS;
   let_next_start_early();
   wait_for_producer();
-  attend_merge(partial, stats, query, ROW_TILE * heads, limit, blockIdx.z * MERGE_COLUMNS, latent + i64(query) * MLA_LATENT,
-               shared);
+  attend_merge(partial, stats, query, ROW_TILE * heads, limit, begin, latent + i64(query) * MLA_LATENT + begin, shared);
 }
 
-// grid: (8, H)
+// grid: (128 / MLA_OUT, H). gate: rows of `proj_stride`, a value a head; latent [16, H, 512]; out [16, H * 128].
 extern "C" __global__ void __launch_bounds__(MLA_THREADS)
     mla_values(bf16* out, const bf16* latent, const bf16* w_uv, i64 head_stride, const bf16* gate, int proj_stride,
                int heads, int rows) {
-  __shared__ MlaValueShared shared;
-  const int head = blockIdx.y;
-  mla_value(w_uv + head * head_stride, latent, gate, proj_stride, out, heads, head, blockIdx.x * MLA_OUT, rows, shared);
+  __shared__ MlaValueShared<1> shared;
+  const int head = blockIdx.y, first = blockIdx.x * MLA_OUT, row = threadIdx.x / MLA_OUT;
+  MlaValueRows weights;
+  weights.load(w_uv + head * head_stride, first);
+  let_next_start_early();
+  wait_for_producer();
+  const float factor = row < rows ? to_float(load_activation(gate + i64(row) * proj_stride + head)) : 0.0f;
+  mla_value(weights, latent + head * MLA_LATENT, heads * MLA_LATENT, factor, out + head * MLA_VALUE + first,
+            heads * MLA_VALUE, rows, shared);
+}
+
+// Both for a window of one row, with the same bits. grid: (128 / ONE_OUT, H)
+extern "C" __global__ void __launch_bounds__(ONE_THREADS, 1)
+    mla_merge_values(bf16* out, const bf16* partial, const float* stats, const i64* positions, const bf16* w_uv,
+                     i64 head_stride, const bf16* gate, int heads) {
+  __shared__ MlaOneShared shared;
+  const int head = blockIdx.y, first = blockIdx.x * ONE_OUT, limit = int(load_settled(positions)) + 1;
+  MlaValueRows weights;
+  weights.load(w_uv + head * head_stride, first + int(threadIdx.x) / MLA_THREADS * MLA_OUT);
+  let_next_start_early();
+  wait_for_producer();
+  const float factor = to_float(load_activation(gate + head));
+  attend_merge(partial, stats, head, ROW_TILE * heads, limit, 0, shared.latent, shared.merge);
+  __syncthreads();
+  mla_value(weights, shared.latent, 0, factor, out + head * MLA_VALUE + first, 0, 1, shared.values);
 }

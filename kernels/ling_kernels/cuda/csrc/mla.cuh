@@ -260,29 +260,38 @@ __device__ __forceinline__ void mla_absorb(const MlaSource& source, const MlaEnt
   }
 }
 
-constexpr int MLA_OUT = 16;                              // values of a head for each block
+constexpr int MLA_OUT = 16;                              // values of a head, for MLA_WARPS warps
 constexpr int MLA_CHUNKS = MLA_LATENT / 32 / MLA_WARPS;  // of 32 latent columns, for each warp
 
-struct MlaValueShared {
-  float parts[MLA_WARPS][2][WARP][4];
+// This warp's part of MLA_OUT rows of a head's w_uv [128, 512]; asked for before the wait.
+struct MlaValueRows {
+  uint4 low[MLA_CHUNKS], high[MLA_CHUNKS];
+
+  __device__ static int column(int i) {
+    return (threadIdx.x / WARP % MLA_WARPS + MLA_WARPS * i) * 32 + threadIdx.x % 4 * 8;
+  }
+  __device__ void load(const bf16* w_uv, int first) {
+    const bf16* from = w_uv + i64(first + threadIdx.x % WARP / 4) * MLA_LATENT;
+#pragma unroll
+    for (int i = 0; i < MLA_CHUNKS; i++) {
+      low[i] = load_weights(from + column(i), true);
+      high[i] = load_weights(from + 8 * MLA_LATENT + column(i), true);
+    }
+  }
 };
 
-// 16 values of one head for all rows: w_uv rows first .. first+15 times the rows' latent sums, times the head's gate.
-// w_uv: this head's [128, 512]; latent [16, H, 512]; gate: rows of `stride`, at this head; out [16, H * 128].
-__device__ __forceinline__ void mla_value(const bf16* w_uv, const bf16* latent, const bf16* gate, int stride, bf16* out,
-                                          int heads, int head, int first, int rows, MlaValueShared& s) {
-  const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
-  uint4 low[MLA_CHUNKS], high[MLA_CHUNKS];
-#pragma unroll
-  for (int i = 0; i < MLA_CHUNKS; i++) {
-    const bf16* from = w_uv + i64(first + g) * MLA_LATENT + (warp + MLA_WARPS * i) * 32 + 8 * t;
-    low[i] = load_weights(from, true);
-    high[i] = load_weights(from + 8 * MLA_LATENT, true);
-  }
-  let_next_start_early();
-  wait_for_producer();
-  const int row = tid / MLA_OUT, value = tid % MLA_OUT;
-  const float factor = row < rows ? sigmoid(to_float(gate[i64(row) * stride + head])) : 0.0f;
+template <int TILES>
+struct MlaValueShared {
+  float parts[TILES * MLA_WARPS][2][WARP][4];
+};
+
+// Values of one head for all rows, TILES times MLA_OUT of them by TILES * MLA_WARPS warps: w_uv times the rows' latent
+// sums, times the head's gate. A thread of row `tid / (TILES * MLA_OUT)` writes value tid % (TILES * MLA_OUT) of it.
+// latent: rows `apart`; out: of the first row and value, rows `width` apart; gate: this thread's row's.
+template <int TILES>
+__device__ __forceinline__ void mla_value(const MlaValueRows& weights, const bf16* latent, i64 apart, float gate, bf16* out,
+                                          int width, int rows, MlaValueShared<TILES>& s) {
+  const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4;
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     if (8 * n >= rows) break;
@@ -290,18 +299,28 @@ __device__ __forceinline__ void mla_value(const bf16* w_uv, const bf16* latent, 
     const int token = 8 * n + g;
 #pragma unroll
     for (int i = 0; i < MLA_CHUNKS; i++) {
-      const i64 at = (i64(token) * heads + head) * MLA_LATENT + (warp + MLA_WARPS * i) * 32 + 8 * t;
-      const uint4 x = load16(latent + at, token < rows);
-      mma_bf16(acc, low[i].x, high[i].x, low[i].y, high[i].y, x.x, x.y);
-      mma_bf16(acc, low[i].z, high[i].z, low[i].w, high[i].w, x.z, x.w);
+      const uint4 x = load16(latent + token * apart + MlaValueRows::column(i), token < rows);
+      mma_bf16(acc, weights.low[i].x, weights.high[i].x, weights.low[i].y, weights.high[i].y, x.x, x.y);
+      mma_bf16(acc, weights.low[i].z, weights.high[i].z, weights.low[i].w, weights.high[i].w, x.z, x.w);
     }
     *reinterpret_cast<float4*>(s.parts[warp][n][lane]) = make_float4(acc[0], acc[1], acc[2], acc[3]);
   }
   __syncthreads();
+  const int row = tid / (TILES * MLA_OUT), value = tid % (TILES * MLA_OUT), tile = value / MLA_OUT;
   if (row >= rows) return;
-  const int owner = value % 8 * 4 + row % 8 / 2, word = value / 8 * 2 + row % 2;
+  const int owner = value % 8 * 4 + row % 8 / 2, word = value % MLA_OUT / 8 * 2 + row % 2;
   float sum = 0.0f;
 #pragma unroll
-  for (int w = 0; w < MLA_WARPS; w++) sum += s.parts[w][row / 8][owner][word];
-  out[(i64(row) * heads + head) * MLA_VALUE + first + value] = to_bf16(sum * factor);
+  for (int w = 0; w < MLA_WARPS; w++) sum += s.parts[tile * MLA_WARPS + w][row / 8][owner][word];
+  out[i64(row) * width + value] = to_bf16(sum * sigmoid(gate));
 }
+
+// One row: the merge and the values behind it in one kernel, a whole latent sum in each block.
+constexpr int ONE_TILES = 2, ONE_OUT = ONE_TILES * MLA_OUT, ONE_THREADS = ONE_TILES * MLA_THREADS;
+static_assert(ONE_THREADS == MERGE_THREADS<MLA_LATENT>, "the same threads merge and multiply");
+
+struct MlaOneShared {
+  MergeShared<MLA_LATENT> merge;
+  alignas(16) bf16 latent[MLA_LATENT];
+  MlaValueShared<ONE_TILES> values;
+};
