@@ -388,6 +388,7 @@ constexpr int MERGE_THREADS = MERGE_RUNS * COLUMNS / 8;
 template <int COLUMNS>
 struct MergeShared {
   alignas(16) float parts[MERGE_RUNS][COLUMNS + 4];
+  uint2 stats[ATTEND_SPLITS];  // maximum and sum of weights of each split
 };
 
 // Merge COLUMNS values of one query, from `begin` on, into as many of `out`, by MERGE_THREADS<COLUMNS> threads. limit: the
@@ -397,19 +398,21 @@ __device__ __forceinline__ void attend_merge(const bf16* partial, const float* s
                                              int begin, bf16* out, MergeShared<COLUMNS>& s) {
   const int tid = threadIdx.x, lane = tid % WARP, run = tid / (COLUMNS / 8), column = tid % (COLUMNS / 8) * 8;
   const int size = attend_split(limit), num = (limit + size - 1) / size;
-  // in this order: else the assembler sends most of the means only when the maxima are there
+  if (tid < ATTEND_SPLITS) {
+    s.stats[tid] = load_activations4(reinterpret_cast<const bf16*>(stats + 2 * (i64(min(tid, num - 1)) * all + query)));
+  }
   uint4 part[MERGE_RUN];
 #pragma unroll
   for (int i = 0; i < MERGE_RUN; i++) {
     const int n = run * MERGE_RUN + i;
     part[i] = load_activations(partial + (i64(min(n, num - 1)) * all + query) * MLA_LATENT + begin + column);
   }
+  __syncthreads();  // also for the assembler: without it most means are asked for only when the maxima are there
   float2 found[MERGE_LANES];
 #pragma unroll
   for (int i = 0; i < MERGE_LANES; i++) {
     const int n = i * WARP + lane;
-    const float* from = stats + 2 * (i64(min(n, num - 1)) * all + query);
-    const uint2 words = load_activations4(reinterpret_cast<const bf16*>(from));
+    const uint2 words = s.stats[min(n, ATTEND_SPLITS - 1)];
     const bool live = n < num;
     found[i] = make_float2(live ? __uint_as_float(words.x) : -infinity(), live ? __uint_as_float(words.y) : 0.0f);
   }
