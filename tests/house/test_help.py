@@ -200,7 +200,7 @@ def test_every_option_and_command_that_a_page_names_exists(ling: Program) -> Non
 
 
 def test_a_page_of_the_documentation_is_the_page_of_help(ling: Program) -> None:
-    """One text for both; a wheel gets its contents, as tests/house/test_make.py says."""
+    """One text for both: the package has a link, whose contents a wheel gets."""
     for name in DOCS:
         page = TESTS.parent / "docs" / f"{name}.md"
         assert (TESTS.parent / "ling_local/data/help" / f"{name}.md").resolve() == page
