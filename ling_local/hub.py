@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ling_local import paths
 from ling_local.errors import ModelError
@@ -18,6 +21,7 @@ from ling_local.published import PUBLISHED, Published, find_published, size_text
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _CACHE = "Hugging Face cache"
+_DIGEST = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,19 @@ def names_here() -> tuple[str, ...]:
     """The names that -m takes on this machine, without a look inside: for shell completion."""
     cached = [repo for repo, _ in _cached() if not _is_draft(repo)]
     return (DEMO, *(folder.name for folder in _folders(paths.models_dir())), *cached)
+
+
+def promised_digest(file: Path) -> str:
+    """The hash that a file's bytes must have, which is its name in a Hugging Face cache; "" for a file of one's own."""
+    blob = file.resolve()
+    return blob.name if blob.parent.name == "blobs" and _DIGEST.fullmatch(blob.name) else ""
+
+
+def new_digest(digest: str, num_bytes: int) -> Any:
+    """An empty hash of the kind that `digest` is, for a file of num_bytes; a git id begins with a header of its own."""
+    if len(digest) == 64:
+        return hashlib.sha256()
+    return hashlib.sha1(b"blob %d\0" % num_bytes, usedforsecurity=False)
 
 
 def list_models(folders: tuple[Path, ...] = ()) -> tuple[LocalModel, ...]:

@@ -234,6 +234,25 @@ ROWS = (
         low=0.1,
         kept=False,
     ),
+    Setting(
+        "check_model",
+        "str",
+        None,
+        ("--check-model",),
+        "Check this model instead of the machine: files, every byte of its weights, tokenizer, template. "
+        "Nothing is loaded.",
+        "NAME",
+        shown="none",
+        kept=False,
+    ),
+    Setting(
+        "answers",
+        "bool",
+        False,
+        ("--answers",),
+        "With --check-model: load it as well, and see whether it knows how a fixed text goes on.",
+        kept=False,
+    ),
     Setting("all", "bool", False, ("--all", "-a"), "List what can be fetched, too.", kept=False),
     Setting(
         "host",

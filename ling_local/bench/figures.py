@@ -11,6 +11,13 @@ from statistics import fmean, median, stdev
 
 from ling_local.types import FinishReason, Stats
 
+CHECKED = (  # what `check_samples` asserts, for reports
+    "tokens = steps x accept length",
+    "TPOT x tok/s = 1",
+    "min <= median <= p99 <= max",
+    "the histogram of accepted drafts adds up",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from ling_local.bench.figures import Sample, Summary, accept_histogram
+from ling_local.bench.figures import CHECKED, Sample, Summary, accept_histogram
 from ling_local.bench.machine import version
 from ling_local.bench.public import ANSWER_TOKENS, RECORD, RECORD_MACHINE
 from ling_local.bench.result import BenchReport
@@ -19,7 +20,8 @@ Document = Mapping[str, Any]
 
 def head(command: str = "") -> dict[str, Any]:
     """What every document begins with. command: what to type to have it again."""
-    return {"schema": 1, "ling": version(), "command": command or None}
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"schema": 1, "ling": version(), "at": when, "command": command or None}
 
 
 def model_facts(info: EngineInfo, draft: bool) -> dict[str, Any]:
@@ -81,6 +83,7 @@ def to_json(report: BenchReport, command: str = "") -> dict[str, Any]:
         "samples": [_sample(sample) for sample in report.samples],
         "trust": {"believe": not report.warnings, "spread": report.spread, **_load(report)},
         "warnings": list(report.warnings),
+        "checked": list(CHECKED),
     }
     decode = document["decode"]
     assert decode["tok_s"] is None or decode["peak_tok_s"] >= decode["tok_s"]

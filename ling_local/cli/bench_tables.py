@@ -77,14 +77,17 @@ def machine_lines(document: Document, documents: Sequence[Document] = ()) -> lis
     size = f", {model['parameters'] / 1e6:,.1f} M parameters" if model["parameters"] else ""
     torch = f", torch {machine['torch']}" if machine["torch"] else ""
     engines = _engines(document, *documents)
+    context = f", context {document['run']['context_limit']:,}" if "run" in document else ""
     cpu = f"{machine['cpu']}, {machine['cpus']} CPUs, {_gib(machine['memory_bytes'])}"
     lines = [
         *(f"[{mark}]" for mark in document["marks"]),
-        f"ling {document['ling']}: {model['id']}{size}, {model['dtype']}{engines} on {machine['device']}",
+        f"ling {document['ling']}: {model['id']}{size}, {model['dtype']}{engines} on {machine['device']}{context}",
         f"machine: {cpu}; {machine['platform']}; Python {machine['python']}{torch}",
     ]
     if machine["gpu"]:
         lines.append(f"GPU: {_gpu_text(machine)}")
+    if document.get("at"):  # files of older versions have no time
+        lines.append(f"at: {document['at'].replace('T', ' ').replace('Z', ' UTC')}")
     if document["command"]:
         lines.append(f"again: {document['command']}")
     return lines
@@ -185,6 +188,8 @@ def _conclusions(documents: Sequence[Document]) -> Iterator[str]:
     rows = ", ".join(f"{row['name']} {row['seconds']:g} s" for row in record["rows"])
     yield f"a {answer['tokens']:,}-token answer here: {here} ({how})"
     yield f"  elsewhere: {rows} ({record['machine']}; {answer['tokens']:,} x TPOT)"
+    if documents[0].get("checked"):
+        yield f"checked: {'; '.join(documents[0]['checked'])}"
     doubts = warnings(documents)
     spreads = [d["trust"]["spread"] for d in documents if d["trust"]["spread"] is not None]
     spread = f"repetitions differ by {100 * max(spreads):.1f} % (standard deviation of TPOT)" if spreads else ""
@@ -277,6 +282,7 @@ def _csv_rows(document: Document) -> list[dict[str, Any]]:
     model, machine = document["model"], document["machine"]
     run = {
         "ling": document["ling"],
+        "at": document["at"],
         "model": model["id"],
         "engine": model["engine"],
         "dtype": model["dtype"],

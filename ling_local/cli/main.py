@@ -38,6 +38,7 @@ COMMANDS = {
     "config": "Show every setting and where its value comes from.",
     "help": "Explain a command or a topic.",
 }
+_BEGINNING = 5  # characters of an option, its dashes included, that are no chance
 ALIASES = {"list": "models"}  # words that hands know from other tools
 _PAGE = Page(
     "[OPTIONS] COMMAND [ARGUMENTS]",
@@ -207,7 +208,9 @@ def usage_message(error: Any) -> str:
     name = getattr(error, "option_name", "")
     if type(error).__name__ == "NoSuchOption":
         known = _option_names(context)
-        meant = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        # a beginning says more than letters in common: --repeat is --repetitions, not --temperature
+        same = [option for option in known if option[:_BEGINNING] == name[:_BEGINNING]]
+        meant = difflib.get_close_matches(name, same or known, n=1, cutoff=0.4 if same else 0.6)
         return f"no such option '{name}'." + (f" Did you mean '{meant[0]}'?" if meant else "")
     if type(error).__name__ == "BadOptionUsage":
         return f"option '{name}' " + ("takes no value" if "not take" in error.format_message() else "needs a value")

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ling_local.engine.layout import BF16, F32, IGNORED_SUFFIX, TensorSpec
+from ling_local.engine.config import DraftConfig
+from ling_local.engine.layout import BF16, DRAFT_COPIES, F32, IGNORED_SUFFIX, TensorSpec, draft_tensor_name
 from ling_local.errors import ModelError
 from ling_local.paths import DEMO, demo_dir
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+DSPARK_FOLDER = "dspark"  # inside a model's folder: its draft
+CALIBRATION = "confidence_calibration.json"  # of a draft
 MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 ELEMENT_BYTES = {
     "F64": 8,
@@ -74,6 +77,25 @@ def check_files(
                 "the checkpoint is incomplete: " + _again(folder),
             )
     return {name: entries[name] for name in wanted if name in entries}
+
+
+def check_draft_files(folder: Path, specs: list[TensorSpec]) -> dict[str, Entry]:
+    """`check_files` for a draft, whose exports spell names in their own ways and may leave the target's copies out."""
+    return check_files(folder, specs, DRAFT_COPIES, draft_tensor_name)
+
+
+def read_calibration(folder: Path, config: DraftConfig) -> list[float]:
+    """A draft's confidence temperatures by position, 1 where it ships none. Raises ModelError."""
+    path = folder / CALIBRATION
+    if not path.exists():
+        return [1.0] * config.block_size
+    try:
+        values = [float(v) for v in json.loads(path.read_text())["temperatures"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}: cannot be read: {error!r}", "fetch it again, or delete it") from None
+    if len(values) != config.block_size or min(values) <= 0:
+        raise ModelError(f"{path}: needs {config.block_size} temperatures above 0", "fetch it again, or delete it")
+    return values
 
 
 def read_entries(folder: Path) -> dict[str, Entry]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ling_kernels.ops import DraftLayerParams, DraftParams, MlpParams
-from ling_local.engine.checkpoint import check_files
+from ling_local.engine.checkpoint import DSPARK_FOLDER, check_draft_files, read_calibration
 from ling_local.engine.config import DraftConfig, ModelConfig, load_draft_config
 from ling_local.engine.drafter import Drafter
 from ling_local.engine.dspark import DSpark
@@ -20,8 +19,6 @@ from ling_local.engine.weights import Weights, fill_fields
 from ling_local.errors import ModelError, UsageError
 
 DRAFTS = ("off", "auto", "mtp", "dspark")
-DSPARK_FOLDER = "dspark"
-CALIBRATION = "confidence_calibration.json"
 
 
 def open_drafter(folder: Path, weights: Weights, draft: str, block: int) -> Drafter | None:
@@ -55,32 +52,12 @@ def load_dspark(folder: Path, target: ModelConfig, dtype: torch.dtype, device: s
     config = load_draft_config(folder, target)
     check_size(target, shard.size, config)
     specs = draft_layout(config, shard.size)
-    entries = check_files(folder, specs, optional=DRAFT_COPIES, canonical=_canonical)
+    entries = check_draft_files(folder, specs)
     own = [spec for spec in specs if spec.name not in DRAFT_COPIES]
     fields = fill_fields(own, entries, dtype, device, shard=shard)
-    params = draft_params(rank_draft(config, shard.size), fields, _temperatures(folder, config).to(device))
+    temperatures = torch.tensor(read_calibration(folder, config), device=device)
+    params = draft_params(rank_draft(config, shard.size), fields, temperatures)
     return DSpark(config, params, config.block_size)
-
-
-def _canonical(name: str) -> str:
-    """The layout's name for one that an export uses (dspark.md section 1.2)."""
-    aliases = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-    name = name.removeprefix("model.")
-    return aliases.get(name, name)
-
-
-def _temperatures(folder: Path, config: DraftConfig) -> Tensor:
-    """Confidence temperatures by position, 1 where the draft ships no calibration."""
-    path = folder / CALIBRATION
-    if not path.exists():
-        return torch.ones(config.block_size)
-    try:
-        values = [float(v) for v in json.loads(path.read_text())["temperatures"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path}: cannot be read: {error!r}", "fetch it again, or delete it") from None
-    if len(values) != config.block_size or min(values) <= 0:
-        raise ModelError(f"{path}: needs {config.block_size} temperatures above 0", "fetch it again, or delete it")
-    return torch.tensor(values)
 
 
 def draft_params(config: DraftConfig, fields: dict[str, Tensor], temperatures: Tensor) -> DraftParams:

@@ -14,8 +14,6 @@ from ling_local.engine.model import Hidden
 from ling_local.engine.state import SequenceState
 from ling_local.engine.weights import Weights
 
-CALIBRATION = "confidence_calibration.json"
-
 
 @dataclass(frozen=True, slots=True)
 class DSpark:

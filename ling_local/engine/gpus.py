@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ling_local.engine.checkpoint import DSPARK_FOLDER
 from ling_local.engine.config import DraftConfig, ModelConfig, load_draft_config, load_model_config
 from ling_local.engine.layout import DRAFT_COPIES, draft_layout, memory_bytes, model_layout
 from ling_local.engine.protocol import EngineSpec
@@ -21,7 +22,6 @@ from ling_local.errors import LingError
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 WORKING_BYTES = 4 << 30  # scratch, graphs, mailboxes, a first context
-DSPARK_FOLDER = "dspark"
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,13 @@ def _moe(table: _Table, config: ModelConfig, disk: str, field: str) -> None:
 
 # A draft carries copies of the target's embedding and head; ling uses the target's, so they may be left out.
 DRAFT_COPIES = ("embed_tokens.weight", "lm_head.weight")
+_DRAFT_ALIASES = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+
+
+def draft_tensor_name(name: str) -> str:
+    """The layout's name for one that an export of a draft uses (dspark.md section 1.2)."""
+    name = name.removeprefix("model.")
+    return _DRAFT_ALIASES.get(name, name)
 
 
 def draft_layout(config: DraftConfig, ranks: int = 1) -> list[TensorSpec]:

@@ -21,7 +21,7 @@ from ling_local.errors import DownloadError, ModelError
 from ling_local.published import PUBLISHED, find_published, repository, size_text
 from ling_local.pull.remote import Listing, RemoteFile, list_repo, offline, read_small
 from ling_local.pull.store import Store, disk_error, size_of
-from ling_local.pull.transfer import RETRY_WAITS_S, Corrupt, Stopped, fetch, new_digest
+from ling_local.pull.transfer import RETRY_WAITS_S, Corrupt, Stopped, fetch
 
 __all__ = ["Plan", "Progress", "link_draft", "offline", "plan", "run"]
 
@@ -282,7 +282,7 @@ def _verified(found: Plan) -> Iterator[Progress]:
     for file in files:
         place = found.store.pointer(found.listing.commit, file.name)
         place = place if place.exists() else found.store.blob(file.digest)
-        digest, notes = new_digest(file), ()
+        digest, notes = hub.new_digest(file.digest, file.size), ()
         with open(place, "rb") as source:
             while piece := source.read(_READ):
                 digest.update(piece)

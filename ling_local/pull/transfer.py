@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ling_local.hub import new_digest
 from ling_local.pull.remote import Broken, RemoteFile, pieces_from, unreachable
 from ling_local.pull.store import disk_error
 
@@ -23,13 +23,6 @@ class Stopped(Exception):
 
 class Corrupt(Exception):
     """The bytes are not the right ones; the part was emptied."""
-
-
-def new_digest(file: RemoteFile) -> Any:
-    """The hash that the digest's length names; a git id begins with a header of its own."""
-    if len(file.digest) == 64:
-        return hashlib.sha256()
-    return hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
 
 
 def fetch(
@@ -67,7 +60,7 @@ class _Part:
     """The part under way: its length and the digest of what it holds."""
 
     def __init__(self, file: RemoteFile, target: Any, count: Callable[[int], None], stop: threading.Event) -> None:
-        self.file, self.length, self.digest = file, 0, new_digest(file)
+        self.file, self.length, self.digest = file, 0, new_digest(file.digest, file.size)
         self.stop = stop
         self._target, self._count = target, count
 
@@ -90,7 +83,7 @@ class _Part:
         self._count(-self.length)
         self._target.seek(0)
         self._target.truncate(0)
-        self.length, self.digest = 0, new_digest(self.file)
+        self.length, self.digest = 0, new_digest(self.file.digest, self.file.size)
 
     def _take(self, piece: bytes) -> None:
         self.digest.update(piece)

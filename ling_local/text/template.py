@@ -124,6 +124,11 @@ class ChatTemplate:
         prompt, _ = self._shape(thinking)
         return Channel.THINKING if prompt.rfind("<think>") > prompt.rfind("</think>") else Channel.ANSWER
 
+    def unknown_specials(self, tokens: Tokens) -> list[str]:
+        """Special tokens that the checkpoint names and its tokenizer does not have, as `name spelling`."""
+        names = ("bos_token", "eos_token", "pad_token")
+        return [f"{name} {text}" for name in names if (text := self._specials.get(name)) and text not in tokens.control]
+
     def _run(self, values: Mapping[str, Any]) -> str:
         try:
             return self._template.render(**self._specials, **values)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ling_local.engine.dspark import CALIBRATION
+from ling_local.engine.checkpoint import CALIBRATION
 from ling_local.train.draft_evaluate import Walk
 
 GRID = np.logspace(-1, 1, 41)

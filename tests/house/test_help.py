@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ling_local import __version__
+from ling_local.cli.topics import layout
 from ling_local.settings import TABLE
 from program import COMMAND, Program
 
@@ -25,7 +26,8 @@ WRITTEN = (
     "doctor",
     "config",
 )  # commands with more than a list of flags
-TOPICS = ("exit-codes", "files", "keys", "scripted", "settings", "speculation", "speed", "troubleshooting")
+DOCS = ("engines", "models", "quick-start", "serving", "several-gpus", "speculation", "speed", "troubleshooting")
+TOPICS = ("exit-codes", "files", "keys", "scripted", "settings", *(name for name in DOCS if name not in COMMANDS))
 FAST = (
     ["--help"],
     ["--version"],
@@ -168,14 +170,13 @@ def test_help_topics(ling: Program) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-@pytest.mark.parametrize("name", [*WRITTEN, "files", "speculation", "speed", "troubleshooting"])
+@pytest.mark.parametrize("name", sorted({*WRITTEN, *DOCS, "files"}))
 def test_a_written_page_fits_the_terminal(ling: Program, name: str, width: int) -> None:
     page = ling("help", name, env={"COLUMNS": str(width)})
     written = page.text.rpartition("our reader left.\n")[2]
     free = [line for line in written.splitlines() if not line.startswith("    ") and "/" not in line]
     assert max(map(len, free)) <= width
-    assert "::" not in written
-    assert "##" not in written
+    assert not re.search(r"^(#|```|\|)|\]\(|\*\*", "\n".join(free), re.MULTILINE)  # nothing that only a browser shows
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -187,14 +188,69 @@ def test_the_page_of_a_command_says_more_than_its_flags(ling: Program, name: str
 def test_every_option_and_command_that_a_page_names_exists(ling: Program) -> None:
     known = {option for name in COMMANDS for option in re.findall(r"--[a-z][a-z-]+", ling(name, "--help").text)}
     topics = {*TOPICS, *COMMANDS}
-    for file in sorted((TESTS.parent / "ling_local" / "data" / "help").glob("*.txt")):
+    for file in sorted((TESTS.parent / "ling_local" / "data" / "help").glob("*.md")):
         text = file.read_text(encoding="utf-8")
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - known == set(), file.name
+        if file.stem != "engines":  # which names flags of SGLang's
+            assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - known == set(), file.name
         for command in re.findall(r"`ling ([a-z-]+)", text):
             assert command in COMMANDS, f"{file.name}: ling {command}"
         for topic in re.findall(r"ling help ([a-z-]+)", text):
             assert topic in topics, f"{file.name}: ling help {topic}"
-        assert text.partition("\n")[0].endswith(".")
+        assert text.startswith("# ")
+
+
+def test_a_page_of_the_documentation_is_the_page_of_help(ling: Program) -> None:
+    """One text for both: the package has a link, whose contents a wheel gets."""
+    for name in DOCS:
+        page = TESTS.parent / "docs" / f"{name}.md"
+        assert (TESTS.parent / "ling_local/data/help" / f"{name}.md").resolve() == page
+        commands = re.findall(r"^\$ .*", page.read_text(encoding="utf-8"), re.MULTILINE)
+        shown = ling("help", name).text
+        assert all(f"\n    {command}\n" in shown for command in commands)
+
+
+def test_what_the_pages_are_made_of_is_laid_out() -> None:
+    text = """
+Text that
+goes on, **loud**, [a page](speed.md#x), [speed.md](speed.md), [a file](../README.md).
+
+## Why?
+
+- `one`, `two`: both
+  of them
+- `three`: [not](other.md)
+
+- a
+  b
+- c
+
+| | |
+| --- | --- |
+| `k` | v |
+
+| h | i | j |
+|---|---|---:|
+| 1 | 2 | |
+
+```sh
+ls |  cat
+
+```
+
+    kept  so
+"""
+    wide = layout(text, 200).split("\n\n")
+    assert wide[0] == "Text that goes on, loud, a page (`ling help speed`), `ling help speed`, a file (../README.md)."
+    assert wide[1] == "Why?"
+    assert [line.split() for line in wide[2].splitlines()] == [
+        ["one,", "two", "both", "of", "them"],
+        ["three", "not", "(other.md)"],
+    ]
+    assert wide[3] == "- a b\n- c"
+    assert wide[4].split() == ["k", "v"]
+    assert wide[5] == "  h  i  j\n  1  2"
+    assert wide[6:] == ["    ls |  cat", "\n    kept  so"]
+    assert "\n1\n  i: 2\n" in f"\n{layout(text[text.index('| h') : text.index('```')], 6)}\n"  # too narrow for columns
 
 
 def complete(ling: Program, *words: str) -> set[str]:

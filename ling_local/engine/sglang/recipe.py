@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ling_local.engine.checkpoint import DSPARK_FOLDER
 from ling_local.engine.config import read_config
-from ling_local.engine.gpus import DSPARK_FOLDER, Gpu
+from ling_local.engine.gpus import Gpu
 from ling_local.engine.protocol import EngineSpec
 from ling_local.errors import ModelError, UsageError
 
