@@ -78,7 +78,6 @@ def test_python_and_cuda_agree_on_constants() -> None:
         return int(re.search(rf"\b{name} = (\d+)", text)[1])
 
     assert (constant("CHUNK"), constant("DEPTH"), constant("PITCH")) == (tiles.CHUNK, tiles.DEPTH, tiles.PITCH)
-    assert constant("MAX_WARPS") == tiles.MAX_WARPS
     assert (constant("MAX_EXPERTS"), constant("MAX_CHOSEN")) == (dense.MAX_EXPERTS, dense.MAX_CHOSEN)
     assert (constant("ASKED_PIECE"), constant("ASKERS")) == (dense.ASKED_PIECE, dense.ASKERS)
     assert constant("MAX_HEADS") == dense.MAX_HEADS

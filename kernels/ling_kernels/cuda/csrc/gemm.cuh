@@ -18,7 +18,6 @@ constexpr int CHUNK = 32;            // values of K that a warp takes at a time:
 constexpr int DEPTH = 4;             // chunks that each warp keeps in flight, weights and tokens together
 constexpr int SPAN = DEPTH * CHUNK;  // their values of K lie side by side: one address, the rest are constants
 constexpr int PITCH = 16;            // rows of a tile, for each token in the warps' sums
-constexpr int MAX_WARPS = 16;
 
 // This lane's two weight rows. Rows past the end of a matrix are its first one again: loads stay unconditional, and
 // what becomes of them is never stored. The same holds for tokens past the live ones.
@@ -105,23 +104,19 @@ struct Sums {
     }
   }
 
-  // All warps' sums are asked for before the first is added.
+  // Four warps' sums are asked for before the first is added.
   __device__ __forceinline__ float at(u32 token, u32 row) const {
-    constexpr int FEW = 4;
+    constexpr int GROUP = 4;
     const int warps = blockDim.x / WARP;
     const float* from = all + place(token, row);
-    float part[MAX_WARPS], total = 0.0f;
+    float total = 0.0f;
+#pragma unroll 1
+    for (int first = 0; first < warps; first += GROUP) {
+      float part[GROUP];
 #pragma unroll
-    for (int warp = 0; warp < FEW; ++warp) part[warp] = warp < warps ? from[warp * SIZE] : 0.0f;
-    if (warps > FEW) {
+      for (int i = 0; i < GROUP; ++i) part[i] = first + i < warps ? from[(first + i) * SIZE] : 0.0f;
 #pragma unroll
-      for (int warp = FEW; warp < MAX_WARPS; ++warp) part[warp] = warp < warps ? from[warp * SIZE] : 0.0f;
-    }
-#pragma unroll
-    for (int warp = 0; warp < FEW; ++warp) total += part[warp];
-    if (warps > FEW) {
-#pragma unroll
-      for (int warp = FEW; warp < MAX_WARPS; ++warp) total += part[warp];
+      for (int i = 0; i < GROUP; ++i) total += part[i];
     }
     return total;
   }
@@ -137,7 +132,6 @@ __device__ __forceinline__ float* sums_of(float* shared, int parity) {
 struct Plain {
   static constexpr bool SCALED = false;
   __device__ __forceinline__ void prepare() const {}
-  __device__ __forceinline__ float of(int, int) const { return 1.0f; }
 };
 
 // Walk this block's tiles. Source: first(), step, width (of a weight row); place(tile), where that is; early(tile): may
@@ -238,18 +232,15 @@ __device__ __forceinline__ void stream_tiles(
     source.ask(next);
     if constexpr (!Factor::SCALED) {
       const int chunks = (source.width + CHUNK - 1) / CHUNK;
-      for (int chunk = warp * DEPTH; ragged && chunk < chunks; chunk += warps * DEPTH) {
-        const Rows begin = rows.moved(-first - column);
-#pragma unroll
-        for (int s = 0; s < DEPTH; ++s) {
-          load_chunk(w[s], begin, (chunk + s) * CHUNK + column, source.width);
-          load_tokens(x[s], tokens, (chunk + s) * CHUNK + column);
-        }
-#pragma unroll
-        for (int s = 0; s < DEPTH; ++s) multiply(sums, more, w[s], x[s], zero);
+#pragma unroll 1
+      for (int chunk = warp; ragged && chunk < chunks; chunk += warps) {
+        load_chunk(w[0], rows.moved(-first - column), chunk * CHUNK + column, source.width);
+        load_tokens(x[0], tokens, chunk * CHUNK + column);
+        multiply(sums, more, w[0], x[0], zero);
       }
     }
     int k = first;
+#pragma unroll 1
     for (; k + hop < width; k += hop) {
       rows = rows.moved(hop);
 #pragma unroll

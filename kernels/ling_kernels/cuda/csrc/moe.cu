@@ -16,7 +16,7 @@ struct Experts {
 };
 
 // Tiles of 8 gate and 8 up rows over all listed experts, the shared one first; blocks take them in turn. A tile's slot
-// follows from its number; its expert is asked for two tiles ahead, whether or not the plan goes that far.
+// follows from its number; its expert is asked for one tile ahead, whether or not the plan goes that far.
 struct ExpertGateUp {
   struct Place {
     int slot, within;
