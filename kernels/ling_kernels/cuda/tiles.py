@@ -9,8 +9,8 @@ from __future__ import annotations
 CHUNK, DEPTH, PITCH = 32, 4, 16  # as in gemm.cuh
 CHUNK_BYTES = 16 * CHUNK * 2
 MAX_WARPS = 16
-# Tiles of a block from which on it is a walk.
-LONG_WALK = 4
+# Tiles a multiprocessor from which on a matrix is a long walk.
+LONG_WALK = 16
 # Of a block that leaves its sums in parts: few, so that it finds room while the kernel before it drains.
 PART_WARPS = 4
 MAX_PARTS = 8
@@ -36,9 +36,12 @@ def warps_for(tiles: int, width: int, num_sms: int) -> int:
         blocks = -(-tiles // per)
         flying = blocks * min(warps * DEPTH, chunks) * CHUNK_BYTES / num_sms
         wasted = _padded(chunks, warps * DEPTH) / chunks
-        # many tiles one after another: a span of each for every warp is one trip to memory (lm_head: 8 us of 124)
-        liked = -warps if per >= LONG_WALK else abs(warps - DEPTH)
-        return round(wasted * max(1.0, IN_FLIGHT / flying), 3), liked, warps
+        price = wasted * max(1.0, IN_FLIGHT / flying)
+        if (
+            tiles >= LONG_WALK * num_sms
+        ):  # each trip to memory a whole tile, where that costs nothing (lm_head: 8 us of 124)
+            return round(price, 1), -warps, warps
+        return round(price, 3), abs(warps - DEPTH), warps
 
     return min(range(1, min(MAX_WARPS, chunks) + 1), key=cost)
 
