@@ -31,7 +31,7 @@ from ling_local.engine.step import step
 from ling_local.engine.weights import Weights
 from ling_local.types import SamplingParams
 
-RUNS, STEPS = 5, 40
+RUNS, STEPS, WARM_S = 5, 40, 0.5
 
 
 def begin(state: SequenceState, context: int) -> None:
@@ -43,7 +43,13 @@ def begin(state: SequenceState, context: int) -> None:
 
 
 def milliseconds(run: Callable[[], None]) -> tuple[float, float]:
-    """Of one run: on the GPU by events, and as the caller sees it with three runs under way; medians of RUNS series."""
+    """Of one run: on the GPU by events, and as the caller sees it with three runs under way; medians of RUNS series.
+
+    Half a second of runs comes first: a GPU that was idle begins with slower clocks (3 % of a step)."""
+    until = time.perf_counter() + WARM_S
+    while time.perf_counter() < until:
+        run()
+        torch.cuda.synchronize()
     on_gpu, seen = [], []
     for _ in range(RUNS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
