@@ -12,8 +12,7 @@ from ling_kernels.cuda.driver import Argument
 # which a partial is added; the plan of the experts)
 SETTLED = {
     "exchange_norm": (3,),
-    "experts_down_8": (3,),
-    "experts_down_16": (3,),
+    **{f"experts_down_{form}": (3,) for form in ("8_9", "8_8", "16_10", "16_6", "16_5")},
     "kda_verify_sums": (5, 6),
     "kda_verify_sums_uneven": (5, 6),
     "mla_query": (12,),

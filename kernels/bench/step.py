@@ -99,8 +99,9 @@ def breakdown(run: Callable[[], None], steps: int = 5) -> None:
 
 def print_breakdown(profile: torch.profiler.profile, steps: int, most: int = 40) -> None:
     spans = [(e.time_range.end, e.time_range.start, e.name) for e in profile.events() if on_device(e)]
-    busy, late, count, before = Counter(), Counter(), Counter(), None
+    busy, late, count, before, idle = Counter(), Counter(), Counter(), None, 0.0
     for end, start, name in sorted(spans):
+        idle += 0.0 if before is None else max(0.0, start - before)
         count[name] += 1
         busy[name] += end - start
         late[name] += max(0.0, end - (start if before is None else before))
@@ -109,7 +110,8 @@ def print_breakdown(profile: torch.profiler.profile, steps: int, most: int = 40)
     for name, total in late.most_common(most):
         print(f"| {name[:70]} | {count[name] / steps:.0f} | {busy[name] / steps:.1f} | {total / steps:.1f} |")
     total = (sum(x.values()) / steps for x in (count, busy, late))
-    print("| all | {:.0f} | {:.1f} | {:.1f} |\n".format(*total))
+    print("| all | {:.0f} | {:.1f} | {:.1f} |".format(*total))
+    print(f"| of these with nothing on the GPU | | | {idle / steps:.1f} |\n")
 
 
 def on_device(event: torch.autograd.profiler_util.FunctionEvent) -> bool:

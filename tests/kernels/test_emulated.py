@@ -10,7 +10,7 @@ import torch
 import device_checks as checks
 from device_checks import Place
 from emulator import ORDERS
-from ling_kernels.cuda.dense import DenseOps, Gated
+from ling_kernels.cuda.dense import DOWN_AHEAD, DenseOps, Gated
 from ling_kernels.ops import ROW_TILE, KernelError, Routing
 from settled import SettledDevice
 
@@ -133,6 +133,22 @@ def test_prefetch_changes_nothing(device: SettledDevice, place: Place) -> None:
 
 
 @pytest.mark.parametrize("width", [136, 384])
+def test_every_form_of_down_leaves_the_same_bits(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They differ in how many experts they ask for at once; 9 rows of 4 experts each are more than any of them."""
+    params = checks.moe_params(place, 64, 136, 40, 4, 8)
+    place.constant(place.ops._gate(params.gate))
+    x = place.rand(ROW_TILE, 136, seed=33)
+    for rows, forms in ((1, DOWN_AHEAD[0]), (9, DOWN_AHEAD[1])):
+        routing, found = place.ops.route(x, params, rows), []
+        for ahead in forms:
+            name = f"experts_down_{8 if rows <= 8 else 16}_{ahead}"
+            monkeypatch.setattr(DenseOps, "_down_name", lambda *_, name=name: name)
+            found.append(checks.whole(place.ops.experts(x, routing, params, rows))[:rows].clone())
+            assert place.ops.device.launched[-1] == name
+        for other in found[1:]:
+            checks.assert_bits(other, found[0], f"down of {rows} rows")
+
+
 def test_a_row_has_its_bits_to_itself(place: Place, width: int) -> None:
     x = place.rand(ROW_TILE, width, seed=30)
     weight, norm = place.weight(50, width, seed=31), place.weight(width, seed=32)

@@ -14,16 +14,17 @@ from pathlib import Path
 
 import pytest
 
+from ling_kernels.cuda.dense import DOWN_AHEAD
+
 Compiled = Callable[[str, str], tuple[bytes, str]]
 
-# 16-byte loads of a thread that stand before the wait, for 8 and 16 tokens: two weight rows of DEPTH chunks, or of as
-# many slots as down asks for at once
-CHUNKS = (8, 8)
+# 16-byte loads of a thread that stand before the wait: two weight rows of DEPTH chunks, or of each slot that down wants
 EARLY = {
-    "gemm": {"linear": CHUNKS, "mlp_gate_up": CHUNKS, "head": CHUNKS},
-    "route": {"router": CHUNKS},
-    "part": {"linear_part": CHUNKS, "linear_part_normed": CHUNKS},
-    "moe": {"experts_gate_up": CHUNKS, "experts_down": (18, 12)},
+    "gemm": {f"{name}_{tokens}": 8 for name in ("linear", "mlp_gate_up", "head") for tokens in (8, 16)},
+    "route": {"router_8": 8, "router_16": 8},
+    "part": {f"{name}_{tokens}": 8 for name in ("linear_part", "linear_part_normed") for tokens in (8, 16)},
+    "moe": {"experts_gate_up_8": 8, "experts_gate_up_16": 8}
+    | {f"experts_down_{8 * at}_{slots}": 2 * slots for at, forms in enumerate(DOWN_AHEAD, 1) for slots in forms},
 }
 WIDE = re.compile(r"LDG\S*\.128")
 TOGETHER = 3  # loads that are sent after it before the first product waits for one
@@ -47,16 +48,13 @@ def disassembled(cubin: bytes, folder: Path) -> dict[str, list[str]]:
 @pytest.mark.parametrize("unit", EARLY)
 def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: Path, compiled: Compiled) -> None:
     kernels = disassembled(compiled(unit, arch)[0], tmp_path)
-    for name, loads in EARLY[unit].items():
-        for tokens, wanted in zip((8, 16), loads, strict=True):
-            code = kernels[f"{name}_{tokens}"]
-            wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
-            product = next(i for i, line in enumerate(code) if "HMMA" in line)
-            early, together = (
-                sum(bool(WIDE.search(line)) for line in part) for part in (code[:wait], code[wait:product])
-            )
-            assert early == wanted, f"{name}_{tokens} on {arch}: {early} loads before the wait"
-            assert together >= TOGETHER, f"{name}_{tokens} on {arch}: {together} loads before the first product"
+    for name, wanted in EARLY[unit].items():
+        code = kernels[name]
+        wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+        product = next(i for i, line in enumerate(code) if "HMMA" in line)
+        early, together = (sum(bool(WIDE.search(line)) for line in part) for part in (code[:wait], code[wait:product]))
+        assert early == wanted, f"{name} on {arch}: {early} loads before the wait"
+        assert together >= TOGETHER, f"{name} on {arch}: {together} loads before the first product"
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])

@@ -11,6 +11,8 @@ from torch import Tensor
 from ling_kernels.cuda.driver import Argument, Device
 from ling_kernels.cuda.prefill import prefill_experts, prefill_mlp
 from ling_kernels.cuda.tiles import (
+    CHUNK,
+    DEPTH,
     PART_WARPS,
     down_shape,
     part_width,
@@ -29,6 +31,7 @@ MAX_SLOTS = ROW_TILE * MAX_CHOSEN + 1
 PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS = 4, 4 + MAX_SLOTS, 4 + 2 * MAX_SLOTS + 2
 PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
+DOWN_AHEAD = (9, 8), (10, 6, 5)  # slots that the forms of experts_down ask for at once, for up to 8 and 16 tokens
 MAX_HEADS = 64  # whose norms one projection can apply
 ASKED_PIECE, ASKERS = 16384, 8  # bytes that a thread of route_select asks for, such threads of a block: as in route.cu
 
@@ -111,7 +114,7 @@ class DenseOps:
             if width % 128 or width // 128 > MAX_HEADS:
                 raise KernelError(f"KDA output of {width} values: the kernels need heads of 128, at most {MAX_HEADS}")
             name, args = "linear_part_normed", [norm.sums, norm.sums.shape[2], float(norm.eps)]
-        warps = min(PART_WARPS, part // 32)
+        warps = min(PART_WARPS, part // (DEPTH * CHUNK))
         args = [h, weight, out, *args, h.shape[0], rows, n, width, part]
         self.device.launch(_named(name, rows), (tiles, parts), warps * 32, args, sums_bytes(warps, rows))
         return out
@@ -197,9 +200,16 @@ class DenseOps:
         warps, parts = down_shape(pitch)
         out = torch.empty(parts, h.shape[0], width, dtype=torch.float32, device=h.device)
         args = [mid, params.shared.down, params.down, plan, out, shared, inner, pitch, h.shape[0], rows, width]
-        grid = (-(-width // 16), parts)
-        self.device.launch(_named("experts_down", rows), grid, warps * 32, args, sums_bytes(warps, rows, 1))
+        tiles, bytes_needed = -(-width // 16), sums_bytes(warps, rows, 1)
+        name = self._down_name(rows, tiles * parts, warps * 32, bytes_needed)
+        self.device.launch(name, (tiles, parts), warps * 32, args, bytes_needed)
         return out
+
+    def _down_name(self, rows: int, blocks: int, threads: int, bytes_needed: int) -> str:
+        """The form that asks for most experts at once of those that let all blocks be on the machine together."""
+        names = [f"{_named('experts_down', rows)}_{ahead}" for ahead in DOWN_AHEAD[rows > 8]]
+        fits = (name for name in names if self.device.resident(name, threads, bytes_needed) >= blocks)
+        return next(fits, names[-1])
 
     def _plan(self, routing: Routing, rows: int) -> Tensor:
         """The device's plan of a routing that was made elsewhere."""

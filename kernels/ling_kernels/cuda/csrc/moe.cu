@@ -188,5 +188,8 @@ EXPERTS_GATE_UP(experts_gate_up_16, 2)
       int inner, int pitch, int rows, int live, int width) {                                                      \
     down_part<NT, AHEAD>(Experts{shared, routed, shared_inner, inner, plan}, x, out, pitch, rows, live, width);   \
   }
-EXPERTS_DOWN(experts_down_8, 1, 9, 3)  // all slots of one row at once
-EXPERTS_DOWN(experts_down_16, 2, 6, 3)
+EXPERTS_DOWN(experts_down_8_9, 1, 9, 3)  // all slots of one row at once
+EXPERTS_DOWN(experts_down_8_8, 1, 8, 4)
+EXPERTS_DOWN(experts_down_16_10, 2, 10, 2)
+EXPERTS_DOWN(experts_down_16_6, 2, 6, 3)
+EXPERTS_DOWN(experts_down_16_5, 2, 5, 4)
