@@ -132,7 +132,6 @@ def test_prefetch_changes_nothing(device: SettledDevice, place: Place) -> None:
     checks.check_prefetch_changes_nothing(place, params, DenseOps(device, prefetch=False))
 
 
-@pytest.mark.parametrize("width", [136, 384])
 def test_every_form_of_down_leaves_the_same_bits(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """They differ in how many experts they ask for at once; 9 rows of 4 experts each are more than any of them."""
     params = checks.moe_params(place, 64, 136, 40, 4, 8)
@@ -149,6 +148,7 @@ def test_every_form_of_down_leaves_the_same_bits(place: Place, monkeypatch: pyte
             checks.assert_bits(other, found[0], f"down of {rows} rows")
 
 
+@pytest.mark.parametrize("width", [136, 384])
 def test_a_row_has_its_bits_to_itself(place: Place, width: int) -> None:
     x = place.rand(ROW_TILE, width, seed=30)
     weight, norm = place.weight(50, width, seed=31), place.weight(width, seed=32)
