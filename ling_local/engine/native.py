@@ -306,7 +306,7 @@ def _info(
         ranks=size,
         drafter=drafter.name if drafter else "off",
         block=drafter.block if drafter else 0,
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # a class of torch's own would make whoever receives it import torch
         state_bytes=plan.state,
         free_bytes=plan.free if device != "cpu" else 0,
         marks=marks,

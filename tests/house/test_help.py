@@ -81,6 +81,18 @@ def test_nothing_heavy_is_imported(ling: Program, args: list[str]) -> None:
     assert imported.isdisjoint(HEAVY)
 
 
+def test_an_answer_is_shown_without_torch(ling: Program) -> None:
+    """The model computes in a process of its own: what it says of itself must not make this one import torch too."""
+    command = [sys.executable, "-X", "importtime", *COMMAND[1:], "complete", "-n", "1", "-p", "x = "]
+    done = subprocess.run(
+        command, capture_output=True, env=ling.environment(), stdin=subprocess.DEVNULL, timeout=60, text=True
+    )
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert done.returncode == 0
+    assert "ling_local.engine.remote" in imported
+    assert "torch" not in imported
+
+
 def test_help_and_usage_errors_are_fast(ling: Program) -> None:
     def best(*args: str) -> float:
         times = []
