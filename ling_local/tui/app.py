@@ -93,18 +93,23 @@ class App:
         with self.terminal:
             try:
                 self.open(self.host.settings)
-                self.talk = Talk(self.load.model.settings, self.load.model.settings)
-                if not self.host.settings["quiet"]:
-                    self.pane.draw(view.header(self.state), None)
-                if self.host.settings["resume"] is not None:
-                    self.resume(self.host.settings["resume"])
-                while self._turn():
-                    pass
-                if self.keeper.name:
-                    self.say(f"to go on with this talk: ling chat --resume {self.keeper.name}")
+                try:
+                    self._talk()
+                finally:
+                    self.load.model.engine.close()
             finally:
                 self.keeper.close()
-                self.load.model.engine.close()
+
+    def _talk(self) -> None:
+        self.talk = Talk(self.load.model.settings, self.load.model.settings)
+        if not self.host.settings["quiet"]:
+            self.pane.draw(view.header(self.state), None)
+        if self.host.settings["resume"] is not None:
+            self.resume(self.host.settings["resume"])
+        while self._turn():
+            pass
+        if self.keeper.name:
+            self.say(f"to go on with this talk: ling chat --resume {self.keeper.name}")
 
     # --- what acts use as well
 
