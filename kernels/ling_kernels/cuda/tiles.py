@@ -37,9 +37,8 @@ def warps_for(tiles: int, width: int, num_sms: int) -> int:
         flying = blocks * min(warps * DEPTH, chunks) * CHUNK_BYTES / num_sms
         wasted = _padded(chunks, warps * DEPTH) / chunks
         price = wasted * max(1.0, IN_FLIGHT / flying)
-        if (
-            tiles >= LONG_WALK * num_sms
-        ):  # each trip to memory a whole tile, where that costs nothing (lm_head: 8 us of 124)
+        # a long walk: a whole tile each trip to memory, where that costs nothing (lm_head: 8 us of 124)
+        if tiles >= LONG_WALK * num_sms:
             return round(price, 1), -warps, warps
         return round(price, 3), abs(warps - DEPTH), warps
 
