@@ -86,7 +86,16 @@ class App:
         self._dead = False  # the engine
         words = {"load": sessions.names, "model": host.models}
         mark = "› " if host.unicode else "> "
-        self.prompt = Prompt(source, target, history, toolbar=self._status, words=words, colour=host.colour, mark=mark)
+        self.prompt = Prompt(
+            source,
+            target,
+            history,
+            toolbar=self._status,
+            failed=lambda: self.load.error,
+            words=words,
+            colour=host.colour,
+            mark=mark,
+        )
 
     def run(self) -> None:
         """Talk until the person leaves. Raises what ends the program: a failed load, KeyboardInterrupt during one."""
@@ -129,7 +138,7 @@ class App:
         box = ProgressBox(self._refresh)
         model = self.host.open(settings, box)
         self.box, self._dead = box, False
-        self.load = Load(model, self._load_ended)
+        self.load = Load(model, self._refresh)
 
     def note_load(self) -> None:
         """Take in that the load has ended. Raises what it failed with."""
@@ -316,13 +325,8 @@ class App:
 
     # --- the model that loads
 
-    def _load_ended(self, load: Load) -> None:
-        """In the loader's thread: wake whoever waits."""
-        if load.error is not None:
-            self.prompt.leave(load.error)
-        self._refresh()
-
     def _refresh(self) -> None:
+        """From the loader's thread: draw how far it is, or take in that it has ended."""
         self.prompt.refresh()
         self.terminal.wake()
 

@@ -8,7 +8,8 @@ there raises EOFError.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TextIO
+from contextlib import suppress
+from typing import TextIO
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application.current import get_app
@@ -110,11 +111,12 @@ class Prompt:
         history: History,
         *,
         toolbar: Callable[[], str],
+        failed: Callable[[], BaseException | None] = lambda: None,
         words: Mapping[str, Words] | None = None,
         colour: bool = True,
         mark: str = "› ",
     ) -> None:
-        self._mark = mark
+        self._failed = failed
         self._session: PromptSession[str] = PromptSession(
             message=[("class:prompt", mark)],
             input=source,
@@ -138,30 +140,34 @@ class Prompt:
         )
 
     def read(self, default: str = "", editor: bool = False) -> str:
-        """The next text, whole. default stands in the line to begin with; editor: it is opened there at once."""
-        return self._session.prompt(default=default, pre_run=_open_editor if editor else None)
+        """The next text, whole. default stands in the line to begin with; editor: it is opened there at once.
+
+        Raises what `failed` gives, at once or when `refresh` is next called.
+        """
+
+        def begin() -> None:
+            if not self._end_if_failed() and editor:
+                get_app().current_buffer.open_in_editor()
+
+        return self._session.prompt(default=default, pre_run=begin)
 
     def refresh(self) -> None:
-        """Draw the toolbar anew. From any thread, at any time."""
-        app = self._session.app
-        if app.is_running:
-            app.invalidate()
+        """Draw the toolbar anew, and end a `read` that `failed`. From any thread, at any time."""
+        loop = self._session.app.loop
+        if loop is not None:
+            with suppress(RuntimeError):  # closed: the read has just ended
+                # `invalidate` looks for the loop several times: in the thread that reads it cannot lose it halfway
+                loop.call_soon_threadsafe(self._look)
 
-    def leave(self, error: BaseException) -> None:
-        """End a `read` under way with this error. From any thread; without a read nothing happens."""
-        app = self._session.app
-        loop = app.loop
-        if loop is not None and app.is_running:
-            loop.call_soon_threadsafe(_exit_with, app, error)
+    def _look(self) -> None:
+        if not self._end_if_failed():
+            self._session.app.invalidate()
 
-
-def _exit_with(app: Any, error: BaseException) -> None:
-    if app.is_running and not app.is_done:
-        app.exit(exception=error)
-
-
-def _open_editor() -> None:
-    get_app().current_buffer.open_in_editor()
+    def _end_if_failed(self) -> bool:
+        app, error = self._session.app, self._failed()
+        if error is not None and app.is_running and not app.is_done:
+            app.exit(exception=error)
+        return error is not None
 
 
 def _types_a_command() -> bool:

@@ -35,7 +35,7 @@ class Model:
 class Load:
     """Waits for a model in a thread of its own."""
 
-    def __init__(self, model: Model, on_end: Callable[[Load], None]) -> None:
+    def __init__(self, model: Model, on_end: Callable[[], None]) -> None:
         self.model = model
         self.info: EngineInfo | None = None
         self.text_model: TextModel | None = None
@@ -64,7 +64,7 @@ class Load:
         except BaseException as error:
             self.error = error
         self._ended.set()
-        self._on_end(self)
+        self._on_end()
 
 
 @dataclass(slots=True)

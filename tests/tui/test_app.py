@@ -89,7 +89,7 @@ def test_undo_and_regen_go_back_to_a_snapshot(demo) -> None:
 # --- the pump
 
 
-def loaded(path: Path, on_end: Callable[[Load], None] = lambda load: None) -> Load:
+def loaded(path: Path, on_end: Callable[[], None] = lambda: None) -> Load:
     spec = EngineSpec(str(path), "scripted")
     engine = RemoteEngine(spec)
     settings = resolve({}, environ={}, file=None)
@@ -136,7 +136,7 @@ def test_errors_come_as_events_and_a_failed_load_too(write_script: Write) -> Non
     assert isinstance(pump.error, NonFinite)
     load.model.engine.close()
     ended = threading.Event()
-    failing = loaded(write_script(["a"], load={"fail": "OutOfMemory"}, name="bad"), lambda load: ended.set())
+    failing = loaded(write_script(["a"], load={"fail": "OutOfMemory"}, name="bad"), ended.set)
     pump = Pump(failing, Request((QUESTION,)), lambda: None)
     assert isinstance(drain(pump)[-1], Failed)
     assert ended.wait(5)

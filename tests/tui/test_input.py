@@ -119,14 +119,19 @@ def test_history_is_recalled_and_searched(type_in: Type, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("typed", "text"), [("/ex", "/exit"), ("/set temp", "/set temperature"), ("/q", "/q")])
 def test_tab_completes_commands_and_settings(pipe: PipeInput, typed: str, text: str) -> None:
+    prompt = Prompt(pipe, DummyOutput(), LineHistory(None), toolbar=lambda: "")
+
     def keys() -> None:
-        for key in (typed, "\t", "\r"):
+        for key, then in ((typed, typed), ("\t", text)):
             pipe.send_text(key)
-            time.sleep(0.5)
+            end = time.monotonic() + 10
+            while prompt._session.default_buffer.text != then and time.monotonic() < end:
+                time.sleep(0.02)
+        pipe.send_text("\r")
 
     typist = threading.Thread(target=keys)
     typist.start()
-    assert Prompt(pipe, DummyOutput(), LineHistory(None), toolbar=lambda: "").read() == text
+    assert prompt.read() == text
     typist.join()
 
 
@@ -171,17 +176,54 @@ def test_the_editor_edits_the_line(type_in: Type, tmp_path: Path, monkeypatch: p
         assert seen.read_text().startswith("-rw-------")
 
 
-def test_leave_ends_a_prompt_from_another_thread(pipe: PipeInput) -> None:
-    prompt = Prompt(pipe, DummyOutput(), LineHistory(None), toolbar=lambda: "")
+@pytest.mark.parametrize("late", [True, False])
+def test_a_failure_ends_the_prompt(pipe: PipeInput, late: bool) -> None:
+    """In the middle of it, from another thread, or before it has begun."""
+    failure = RuntimeError("the load failed")
+    fails = threading.Event()
+    prompt = Prompt(
+        pipe, DummyOutput(), LineHistory(None), toolbar=lambda: "", failed=lambda: failure if fails.is_set() else None
+    )
 
-    def end() -> None:
-        for _ in range(100):
-            time.sleep(0.05)
-            prompt.leave(RuntimeError("the load failed"))
+    def fail() -> None:
+        time.sleep(0.3)
+        fails.set()
+        prompt.refresh()
 
-    threading.Thread(target=end, daemon=True).start()
+    if late:
+        threading.Thread(target=fail, daemon=True).start()
+    else:
+        fails.set()
     with pytest.raises(RuntimeError, match="the load failed"):
         prompt.read()
+
+
+def test_a_refresh_from_another_thread_draws_in_the_thread_that_reads(
+    pipe: PipeInput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`invalidate` raises in another thread when the read ends halfway through it."""
+    prompt = Prompt(pipe, DummyOutput(), LineHistory(None), toolbar=lambda: "")
+    monkeypatch.setattr(prompt._session.app, "invalidate", lambda: drawn.append(threading.current_thread()))
+    drawn: list[threading.Thread] = []
+    prompt.refresh()  # nobody reads yet
+    loops = []
+
+    def refresh() -> None:
+        end = time.monotonic() + 10
+        while not drawn and time.monotonic() < end:
+            loops.append(prompt._session.app.loop)
+            prompt.refresh()
+            time.sleep(0.02)
+        pipe.send_text("x\r")
+
+    other = threading.Thread(target=refresh)
+    other.start()
+    assert prompt.read() == "x"
+    other.join()
+    assert set(drawn) == {threading.current_thread()}
+    prompt._session.app.loop = loops[-1]  # as a thread may still see it
+    assert loops[-1].is_closed()
+    prompt.refresh()
 
 
 # --- the history file
