@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from program import COMMAND, Program
+from forks import forks
+from program import Program
 
 ROOT = Path(__file__).parents[1]
 _FENCE = re.compile(r"^```console([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -89,7 +90,7 @@ def run(example: Example, folder: Path) -> None:
     for made in (home, place, programs):
         made.mkdir()
     ling = programs / "ling"
-    ling.write_text(f'#!/bin/sh\nexec {" ".join(COMMAND)} "$@"\n')
+    ling.write_text(f'#!/bin/sh\nexec {" ".join(forks().command)} "$@"\n')
     ling.chmod(0o755)
     env = Program(home).environment({"OMP_NUM_THREADS": "1"})
     env["PATH"] = f"{programs}:{Path(sys.executable).parent}:{env['PATH']}"

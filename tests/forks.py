@@ -1,37 +1,52 @@
-"""Runs of `ling` in forks of a process that has imported it already: half a second less for each.
+"""Runs of `ling` in forks of a process that has imported it already, torch as well: seconds less for each.
 
-A run has a process of its own all the same, with its own streams, environment and working folder. Tests of how the
-program starts, of signals and of terminals start it in full (program.py).
+A run has a process of its own all the same, with its own streams, environment and working folder, and so has the
+engine that it starts. Tests of how the program starts, of signals and of terminals start it in full (program.py).
+The template listens on a Unix socket, so that `fork_client.py` can stand for `ling` in a shell as well.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
+import io
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
-from multiprocessing.connection import Connection
+from pathlib import Path
 
-PRELOADED = ("cli.complete", "cli.chat", "cli.bench", "cli.config", "cli.help", "cli.models", "cli.doctor", "engine")
-PRELOADED += ("engine.remote", "generate", "text.template", "text.tokenizer")
-LATE = ("torch", "numpy", "huggingface_hub")  # a run may import them, as it finds them in its environment
+import fork_client
+
+FRONT = ("cli.complete", "cli.chat", "cli.bench", "cli.config", "cli.help", "cli.models", "cli.doctor", "generate")
+FRONT += ("text.template", "text.tokenizer", "engine.remote")
+BEHIND = ("engine.worker", "engine.native", "engine.scripted")
+LATE = ("huggingface_hub",)  # a run may import it, as it finds it in its environment
+_POLL_S = 0.005
 
 
 @dataclass(slots=True)
 class Forks:
-    """The process that forks, and the way to it. One run at a time."""
+    """The way to the process that forks."""
 
-    _ours: socket.socket
-    _connection: Connection
+    address: str
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(3))
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What is `ling` for a shell."""
+        return (sys.executable, "-I", "-S", fork_client.__file__, self.address)
 
     def run(
         self, args: Sequence[str], env: Mapping[str, str], cwd: str, stdin: bytes | None, timeout: float
@@ -43,17 +58,21 @@ class Forks:
         if stdin is None:
             os.close(source)
             theirs[0] = os.open(os.devnull, os.O_RDONLY)
-        self._connection.send((list(args), dict(env), cwd))
-        socket.send_fds(self._ours, [b"."], theirs)
+        run = fork_client.begin(self.address, args, env, cwd, theirs)
         for descriptor in theirs:
             os.close(descriptor)
         fed = self._pool.submit(_feed, feed, stdin or b"")
         read = [self._pool.submit(_read, descriptor) for descriptor in (out, err)]
-        pid = self._connection.recv()
-        late = not self._connection.poll(timeout)
-        if late:
-            os.kill(pid, signal.SIGKILL)
-        code = self._connection.recv()
+        run.settimeout(timeout)
+        code, late = None, False
+        while code is None:
+            try:
+                code = fork_client.end(run)
+            except TimeoutError:
+                late = True
+                run.settimeout(None)
+                fork_client.tell(run, signal.SIGKILL)
+        run.close()
         fed.result()
         texts = [part.result() for part in read]
         if late:
@@ -64,15 +83,20 @@ class Forks:
 @cache
 def forks() -> Forks:
     """One for each process that runs tests; it ends with it."""
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, __file__, str(theirs.fileno())]
-    process = subprocess.Popen(
-        command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    address = str(Path(tempfile.mkdtemp(prefix="forks-")) / "socket")
+    life, theirs = os.pipe()
+    ready = subprocess.Popen(
+        [sys.executable, __file__, address, str(life)],
+        pass_fds=(life,),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
     )
-    theirs.close()
-    atexit.register(process.wait)
-    atexit.register(ours.shutdown, socket.SHUT_RDWR)
-    return Forks(ours, Connection(os.dup(ours.fileno())))
+    os.close(life)
+    assert ready.stdout is not None
+    assert ready.stdout.readline() == b"ready\n"
+    atexit.register(ready.wait)
+    atexit.register(os.close, theirs)
+    return Forks(address)
 
 
 def _feed(descriptor: int, data: bytes) -> None:
@@ -86,32 +110,62 @@ def _read(descriptor: int) -> bytes:
         return pipe.read()
 
 
-def main(descriptor: int) -> None:
-    """Import, then fork for each run that is asked for until the other side is gone. Also returns in each fork."""
-    for name in PRELOADED:
+# --- in the process that forks
+
+
+def serve(address: str, life: int) -> None:
+    """Import, then fork for each run that is asked for, until the other end of the pipe `life` is gone."""
+    for name in (*FRONT, *BEHIND):
         importlib.import_module(f"ling_local.{name}")
     assert not [name for name in LATE if name in sys.modules]
-    ours = socket.socket(fileno=descriptor)
-    connection = Connection(os.dup(descriptor))
+    gc.freeze()  # what is there stays, and the memory that forks share stays shared
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that look after the runs
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(16)
+    if os.fork() == 0:
+        os.read(life, 1)
+        os.unlink(address)
+        os.rmdir(os.path.dirname(address))
+        os.kill(os.getppid(), signal.SIGKILL)
+        os._exit(0)
+    os.close(life)
+    print("ready", flush=True)
     while True:
-        try:
-            args, env, cwd = connection.recv()
-        except EOFError:
-            return
-        streams = socket.recv_fds(ours, 1, 3)[1]
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            ours.close()
-            _become(args, env, cwd, streams)
-        for stream in streams:
-            os.close(stream)
-        connection.send(pid)
-        connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        run, _ = listener.accept()
+        if os.fork() == 0:
+            _look_after(run)
+        run.close()
+
+
+def _look_after(run: socket.socket) -> None:
+    """Fork a run, hand signals to it and its exit code back. Ends this process."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    args, env, cwd, streams = fork_client.receive(run)
+    pid = os.fork()
+    if pid == 0:
+        run.close()
+        _become(args, env, cwd, streams)
+    for stream in streams:
+        os.close(stream)
+    threading.Thread(target=_relay, args=(run, pid), daemon=True).start()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):
+        fork_client.tell(run, code)
+    os._exit(0)
+
+
+def _relay(run: socket.socket, pid: int) -> None:
+    """Signals from whoever asked for a run; it ends with them."""
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        while (number := fork_client.end(run)) is not None:
+            os.kill(pid, number)
+        os.kill(pid, signal.SIGKILL)
 
 
 def _become(args: list[str], env: dict[str, str], cwd: str, streams: list[int]) -> None:
     from ling_local.cli.main import main
+    from ling_local.engine import ranks
 
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -121,10 +175,76 @@ def _become(args: list[str], env: dict[str, str], cwd: str, streams: list[int]) 
     os.environ.update(env)
     sys.argv = ["ling", *args]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    main()
+    ranks._start = ForkedWorker  # type: ignore[assignment]
+    _end_after(main)
+
+
+class ForkedWorker:
+    """The engine's process, forked instead of started anew: what ranks.py asks of a Popen."""
+
+    def __init__(self, theirs: socket.socket, pass_fds: Sequence[int]) -> None:
+        out, to_out = os.pipe()
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        gc.freeze()  # no file of the front's is closed there by chance, when its number is another file's
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_worker(theirs.fileno(), pass_fds, to_out)
+        os.close(to_out)
+        self.stdout: io.BufferedReader = os.fdopen(out, "rb")
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:  # two threads may wait, and only one is told
+                if self.returncode is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
+                    self.returncode = os.waitstatus_to_exitcode(found[1])
+                if self.returncode is not None:
+                    return self.returncode
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("worker", timeout or 0)
+            time.sleep(_POLL_S)
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _become_worker(fd: int, pass_fds: Sequence[int], to_out: int) -> None:
+    from ling_local.engine import worker
+
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(to_out, 1)
+    os.dup2(to_out, 2)
+    kept = {0, 1, 2, fd, *pass_fds}
+    for name in os.listdir("/dev/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # the folder's own
+                os.close(int(name))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
+        signal.signal(number, signal.SIG_DFL)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+    sys.argv = [worker.__file__, str(fd)]
+    _end_after(lambda: worker.main(fd))
+
+
+def _end_after(main: Callable[[], None]) -> None:
+    """End this process as Python ends after `main`."""
+    code = 0
+    try:
+        main()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
     sys.path[0] = os.getcwd()  # as for `python -m`
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started the tests ends us by going away
-    main(int(sys.argv[1]))
+    serve(sys.argv[1], int(sys.argv[2]))
