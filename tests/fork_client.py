@@ -47,7 +47,7 @@ def end(run: socket.socket) -> int | None:
 def main(address: str, args: Sequence[str]) -> None:
     """Be the run. Ends this process."""
     run = begin(address, args, os.environ, os.getcwd(), (0, 1, 2))
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH):
         signal.signal(number, lambda caught, _: tell(run, caught))
     code = end(run)
     if code is None:

@@ -29,9 +29,12 @@ from pathlib import Path
 
 import fork_client
 
-FRONT = ("cli.complete", "cli.chat", "cli.bench", "cli.config", "cli.help", "cli.models", "cli.doctor", "generate")
-FRONT += ("text.template", "text.tokenizer", "engine.remote")
+FRONT = ("cli.bench", "cli.chat", "cli.complete", "cli.config", "cli.doctor", "cli.help", "cli.models", "cli.plain")
+FRONT += ("cli.pull", "cli.screen", "cli.serve", "engine.remote", "generate", "serve.app", "serve.guard")
+FRONT += ("serve.server", "serve.service", "serve.slot", "text.template", "text.tokenizer", "tui.acts", "tui.app")
 BEHIND = ("engine.worker", "engine.native", "engine.scripted")
+# of huggingface_hub, where they are there
+BENEATH = ("httpx2", "httpx", "fsspec", "filelock", "yaml", "tqdm.auto", "uvicorn")
 LATE = ("huggingface_hub",)  # a run may import it, as it finds it in its environment
 _POLL_S = 0.005
 
@@ -117,6 +120,9 @@ def serve(address: str, life: int) -> None:
     """Import, then fork for each run that is asked for, until the other end of the pipe `life` is gone."""
     for name in (*FRONT, *BEHIND):
         importlib.import_module(f"ling_local.{name}")
+    for name in BENEATH:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     assert not [name for name in LATE if name in sys.modules]
     gc.freeze()  # what is there stays, and the memory that forks share stays shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that look after the runs

@@ -14,7 +14,8 @@ from typing import Any
 import pexpect
 import pyte
 
-from program import COMMAND, Program
+from program import Program
+from program import command as program_command
 
 LIMIT_S = 30.0
 THINK_END = {"control": "</think>"}
@@ -34,7 +35,7 @@ class Seen:
         env: dict[str, str | None] | None = None,
         command: list[str] | None = None,
     ) -> None:
-        line = command or [*COMMAND, "chat", *map(str, args)]
+        line = command or [*program_command(env), "chat", *map(str, args)]
         environ = program.environment({"COLUMNS": None, **(env or {})})
         self.child: Any = pexpect.spawn(line[0], line[1:], env=environ, dimensions=(rows, columns), timeout=LIMIT_S)
         self.child.delaybeforesend = None

@@ -16,7 +16,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from program import Program
+from program import Program, command
 
 READY = re.compile(r"is ready at http://([0-9.]+|\[[0-9a-f:]+\]):(\d+)/v1")
 THOUGHT = {"control": "</think>"}
@@ -146,7 +146,8 @@ class Server:
 @contextmanager
 def serving(ling: Program, *args: str | Path, ready: bool = True, **more: Any) -> Iterator[Server]:
     """`ling serve --port 0` with these arguments; ready False: do not wait for the model."""
-    process = ling.start("serve", "--port", "0", *args, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, **more)
+    pipes = {"command": command(more.get("env")), "stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, **more}
+    process = ling.start("serve", "--port", "0", *args, **pipes)
     server = Server(process)
     reader = threading.Thread(target=server.read, daemon=True)
     reader.start()

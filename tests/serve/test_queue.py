@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from program import Program, group_is_gone
+from program import FULL, Program, group_is_gone
 from served import Server, scripted
 
 Write = Callable[..., Path]
@@ -23,8 +23,8 @@ ENDLESS = {"steps": [{"tokens": ["a"], "delay_ms": 1000 * STEP_S}], "loop": True
 
 @pytest.fixture
 def start(ling: Program, write_script: Write) -> Callable[..., object]:
-    def run(*turns, args: tuple[str, ...] = (), **fields):
-        return scripted(ling, write_script(*turns, **fields), *args)
+    def run(*turns, args: tuple[str, ...] = (), env=None, **fields):
+        return scripted(ling, write_script(*turns, **fields), *args, env=env)
 
     return run
 
@@ -153,7 +153,7 @@ def test_a_client_that_does_not_read_does_not_hold_the_slot(start) -> None:
 
 def test_a_long_wait_shows_that_the_connection_lives(start) -> None:
     """Nothing else comes for so long only in a long prefill; 10 s is what it takes."""
-    with start({"steps": ["late"], "prefill_ms": 14_000}) as server:
+    with start({"steps": ["late"], "prefill_ms": 11_000}) as server:
         reply = server.chat(stream=True)
     assert reply.comments == ["working"]
     assert reply.chunks[1]["choices"][0]["delta"]["content"] == "late"
@@ -161,7 +161,7 @@ def test_a_long_wait_shows_that_the_connection_lives(start) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_in_order(start, number: signal.Signals, code: int) -> None:
-    with start(ENDLESS) as server:
+    with start(ENDLESS, env=FULL) as server:
         running = server.begin(stream=True)
         read_until(running, b'"content": "a"')
         waiting = server.begin()
@@ -178,7 +178,7 @@ def test_a_signal_ends_it_in_order(start, number: signal.Signals, code: int) -> 
 
 def test_ctrl_c_while_it_loads_ends_it(ling: Program, write_script: Write) -> None:
     script = write_script(["x"], load={"delay_ms": 30_000})
-    with scripted(ling, script, ready=False, env={"LING_PORT": None}) as server:
+    with scripted(ling, script, ready=False, env=FULL) as server:
         time.sleep(1.5)
         begun = time.monotonic()
         assert server.stop() == 0

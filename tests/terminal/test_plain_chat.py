@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from program import COMMAND, ESC, Program, group_is_gone, seen, watch
+from program import COMMAND, ESC, FULL, Program, group_is_gone, seen, watch
 
 Write = Callable[..., Path]
 PROMPT = b"> "
@@ -20,9 +20,9 @@ PROMPT = b"> "
 def talk(ling: Program, write_script: Write) -> Callable[..., Any]:
     """A chat in a dumb terminal that shows its first prompt."""
 
-    def start(*turns: list, args: tuple[str, ...] = ("--no-think",), **fields: Any) -> Any:
+    def start(*turns: list, args: tuple[str, ...] = ("--no-think",), env: Any = (), **fields: Any) -> Any:
         script = write_script(*turns, **fields)
-        child = watch(ling, "chat", "--engine", "scripted", "-m", script, *args, env={"TERM": "dumb"})
+        child = watch(ling, "chat", "--engine", "scripted", "-m", script, *args, env={"TERM": "dumb", **dict(env)})
         child.expect_exact(PROMPT)
         return child
 
@@ -140,7 +140,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_talk(talk) -> None:
 
 @pytest.mark.parametrize("gap_s", [0.0, 0.01])
 def test_two_ctrl_c_in_a_row_do_no_harm(talk, gap_s: float) -> None:
-    child = talk([{"tokens": ["word "], "repeat": 2000, "delay_ms": 10}], ["next answer"])
+    child = talk([{"tokens": ["word "], "repeat": 2000, "delay_ms": 10}], ["next answer"], env=FULL)
     child.delaybeforesend = None
     child.sendline("go")
     child.expect_exact(b"word word ")
@@ -149,7 +149,10 @@ def test_two_ctrl_c_in_a_row_do_no_harm(talk, gap_s: float) -> None:
     child.sendintr()
     child.expect_exact(PROMPT)
     child.sendline("and now?")
-    child.expect_exact(b"next answer")
+    if child.expect_exact([b"next answer", b"leaves"]) == 1:  # the second came at the prompt, and took the line away
+        child.expect_exact(PROMPT)
+        child.sendline("and now?")
+        child.expect_exact(b"next answer")
     child.expect_exact(PROMPT)
     assert leave(child) == 0
 
@@ -261,7 +264,7 @@ def test_json_without_a_prompt_is_refused_on_a_terminal(ling: Program, write_scr
 
 def test_a_terminal_that_goes_away_leaves_no_process(ling: Program, write_script: Write) -> None:
     script = write_script([{"tokens": ["word "], "repeat": 100_000, "delay_ms": 5}])
-    child = watch(ling, "chat", "--plain", "--engine", "scripted", "-m", script, "--no-think")
+    child = watch(ling, "chat", "--plain", "--engine", "scripted", "-m", script, "--no-think", env=FULL)
     child.expect_exact("› ".encode())
     child.sendline("go")
     child.expect_exact(b"word word")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from program import COMMAND, Program, group_is_gone
+from program import COMMAND, FULL, Program, group_is_gone
 from screen import SLOW, THINK_END, Seen, Start, records
 
 Write = Callable[..., Path]
@@ -34,7 +34,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(talk: Start) -> None:
 
 @pytest.mark.parametrize("gap_s", [0.0, 0.02])
 def test_two_ctrl_c_in_a_row_do_no_harm(talk: Start, gap_s: float) -> None:
-    seen = talk(SLOW, ["next answer"])
+    seen = talk(SLOW, ["next answer"], env=FULL)
     seen.ready().send("go\r").until("word word").send("\x03")
     time.sleep(gap_s)
     seen.send("\x03").until("stopped").ready()
@@ -192,7 +192,7 @@ def test_ctrl_z_and_fg_at_the_prompt_and_during_an_answer(ling: Program, write_s
 
 
 def test_a_terminal_that_goes_away_leaves_no_process(talk: Start) -> None:
-    seen = talk(SLOW).ready()
+    seen = talk(SLOW, env=FULL).ready()
     seen.send("go\r").until("word word")
     pid = seen.child.pid
     seen.child.close(force=False)  # SIGHUP

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from program import Program
+from program import FULL, Program
 from screen import SLOW, Start, state_files
 
 Write = Callable[..., Path]
@@ -30,7 +30,7 @@ def test_files_are_private_and_a_kill_loses_the_open_line_only(talk: Start, ling
 
 
 def test_two_processes_cannot_write_one_session(talk: Start, ling: Program) -> None:
-    seen = talk(["a"])
+    seen = talk(["a"], env=FULL)  # its process is the terminal's
     seen.ask("one")
     second = talk(["b"], args=("--no-think", "--resume", "last"), columns=120)
     assert second.ended() == 1
