@@ -25,10 +25,10 @@ def run_breakdown(spec: EngineSpec, context: int, tell: Callable[[str], None], c
     Raises what the process failed with, as far as that can be told.
     """
     asked = json.dumps({"spec": asdict(spec), "context": context})
-    command = [sys.executable, "-P", "-m", "ling_local.engine.breakdown", asked]
+    program = [sys.executable, "-P", "-m", "ling_local.engine.breakdown", asked]
     result: dict[str, Any] = {}
     with tempfile.TemporaryFile() as errors:
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors) as process:
+        with subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors) as process:
             for line in process.stdout:
                 message = json.loads(line)
                 if "progress" in message:

@@ -39,7 +39,7 @@ def print_breakdown(settings: Settings, output: Output, wanted: str) -> bool:
     if wanted == "json":
         output.print_json(document)
     else:
-        output.print(_FORMATS[wanted](document))
+        output.print(FORMATS[wanted](document))
     return True
 
 
@@ -99,4 +99,4 @@ def _csv(document: Mapping[str, Any]) -> str:
     return csv_text(rows)
 
 
-_FORMATS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"table": _table, "md": _markdown, "csv": _csv}
+FORMATS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"table": _table, "md": _markdown, "csv": _csv}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+from pathlib import Path
 
 import pytest
 
+from ling_local.cli import bench_dummy, bench_tables
 from ling_local.cli.opening import progress_text
 from ling_local.engine.protocol import Progress
 from ling_local.text.numbered import NumberedTokens
@@ -31,10 +34,10 @@ def test_a_dummy_runs_the_whole_line_and_every_report_says_so(bench) -> None:
     assert document["speculation"]["accepted"] > 0
     assert document["decode"]["gpu_step_ms"] is None
     assert document["model"]["state_bytes"] > 0
-    for flag in ("--md", "--csv", "--format=table"):
-        text = bench(*run, flag).text
-        assert "DUMMY: random weights" in text, flag
-        assert "CUT: 1 of 24 layers" in text, flag
+    for name, form in bench_tables.FORMATS.items():
+        text = form([document], "", None)
+        assert "DUMMY: random weights" in text, name
+        assert "CUT: 1 of 24 layers" in text, name
 
 
 def test_modes_of_a_dummy_stand_side_by_side(bench) -> None:
@@ -52,8 +55,15 @@ def test_a_pattern_forces_the_demo_model_too(bench) -> None:
     assert document["marks"] == ["FORCED: accept counts 4,0,8 by decree, not by the drafts"]
 
 
-def test_the_breakdown_names_each_op_with_its_floor(bench) -> None:
-    document = bench(*SMALL, "--breakdown", "--prompt-tokens", "64", "--json").json
+def test_the_breakdown_names_each_op_with_its_floor(bench, tmp_path: Path) -> None:
+    saved = tmp_path / "saved.json"
+    text = bench(*SMALL, "--breakdown", "--prompt-tokens", "64", "--csv", "--save", saved).text
+    document = json.loads(saved.read_text())
+    assert document["command"].startswith("ling bench --dummy tiny --layers 1 --shard 8 ")
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert rows[-1]["op"] == "all"
+    assert all("DUMMY" in row["marks"] for row in rows)
+    assert "| op | calls | launches | MB | us |" in bench_dummy.FORMATS["md"](document)
     plain, drafted = document["steps"]
     assert (plain["rows"], plain["drafts"], drafted["rows"], drafted["drafts"]) == (1, 0, 8, 7)
     names = {row["op"] for row in drafted["ops"]}
@@ -66,14 +76,6 @@ def test_the_breakdown_names_each_op_with_its_floor(bench) -> None:
         assert step["total"]["bytes"] == pytest.approx(sum(row["bytes"] for row in step["ops"]))
     head = next(row for row in plain["ops"] if row["op"].startswith("head"))
     assert head["bytes"] == pytest.approx(4 * 19648 * 1536, rel=0.01)
-
-
-def test_the_breakdown_in_other_forms(bench) -> None:
-    run = (*SMALL, "--breakdown", "--speculation", "off", "--prompt-tokens", "16")
-    rows = list(csv.DictReader(io.StringIO(bench(*run, "--csv").text)))
-    assert rows[-1]["op"] == "all"
-    assert all("DUMMY" in row["marks"] for row in rows)
-    assert "| op | calls | launches | MB | us |" in bench(*run, "--md").text
 
 
 @pytest.mark.parametrize(

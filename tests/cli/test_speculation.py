@@ -232,7 +232,7 @@ def test_auto_without_a_drafter_is_said_and_measured_plain(scripted) -> None:
 
 
 def test_check_passes_on_a_real_model_with_both_drafters(native) -> None:
-    done = native("bench", "--check", "--modes", "mtp,dspark", "--tokens", "24", "--prompt-tokens", "24", "--json")
+    done = native("bench", "--check", "--modes", "mtp,dspark", "--tokens", "10", "--prompt-tokens", "12", "--json")
     assert done.code == 0
     document = done.json
     assert document["same"] is True
@@ -240,18 +240,18 @@ def test_check_passes_on_a_real_model_with_both_drafters(native) -> None:
     assert {(row["drafter"], row["block"]) for row in document["rows"]} == {("mtp", 1), ("dspark", 2)}
     assert {row["sampling"] for row in document["rows"]} == {"greedy", "sampled"}
     for row in document["rows"]:
-        assert (row["tokens"], row["same"], row["first_difference"]) == (24, True, None)
+        assert (row["tokens"], row["same"], row["first_difference"]) == (10, True, None)
         assert row["seconds"] > 0
         assert row["seconds_off"] > 0
-        assert_figures_agree(row["speculation"], 24)
+        assert_figures_agree(row["speculation"], 10)
     for drafter in ("mtp", "dspark"):
         assert sum(row["speculation"]["drafted"] for row in document["rows"] if row["drafter"] == drafter) > 0
-    assert done.err.splitlines()[0] == f"ling: check off: {2 * NUM_PROMPTS} runs of 24 tokens"
+    assert done.err.splitlines()[0] == f"ling: check off: {2 * NUM_PROMPTS} runs of 10 tokens"
 
 
 def test_check_tries_every_block_size(native) -> None:
     flags = ("--check-blocks", "all", "--modes", "off,dspark", "--task", "chat", "--prompt-tokens", "8")
-    done = native("bench", "--check", "--tokens", "16", *flags, "--csv")
+    done = native("bench", "--check", "--tokens", "8", *flags, "--csv")
     assert done.code == 0
     rows = list(csv.DictReader(io.StringIO(done.text)))
     assert list(dict.fromkeys((row["drafter"], row["block"]) for row in rows)) == [("dspark", "1"), ("dspark", "2")]
@@ -260,11 +260,11 @@ def test_check_tries_every_block_size(native) -> None:
 
 def test_full_width_verifies_every_draft_whatever_it_costs(native) -> None:
     flags = ("--task", "chat", "--prompt-tokens", "8", "--speculation", "dspark", "--full-width", "--json")
-    document = native("bench", "--tokens", "40", "-r", "1", "--warmup", "0", *flags).json
+    document = native("bench", "--tokens", "24", "-r", "1", "--warmup", "0", *flags).json
     assert document["run"]["full_width"] is True
     figures = document["speculation"]
     assert 2 * (figures["steps"] - 3) <= figures["drafted"] <= 2 * figures["steps"]
-    document = native("bench", "--check", "--tokens", "40", *flags).json
+    document = native("bench", "--check", "--tokens", "24", *flags).json
     assert (document["same"], document["warnings"]) == (True, [])
     for row in document["rows"]:
         assert row["speculation"]["drafted"] >= 2 * (row["speculation"]["steps"] - 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -89,12 +90,11 @@ def _script(folder: Path) -> Path:
     return path
 
 
-def test_the_measurement_shows_what_the_page_says() -> None:
+def test_the_measurement_shows_what_the_page_says(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     """Short of its times, which are another machine's: each call reads a few new tokens, the cold one all of them."""
-    script = ROOT / "docs" / "measure_serving.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, check=True)
+    runpy.run_path(str(ROOT / "docs" / "measure_serving.py"))["measure"](server.url)
     shown = [line.split("|")[1:5] for line in TEXT.splitlines() if re.match(r"\| \d", line)]
-    measured = [line.split("|")[1:5] for line in done.stdout.splitlines() if re.match(r"\| \d", line)]
+    measured = [line.split("|")[1:5] for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
     assert len(measured) == len(shown) == 7
     for name, num, cached, new in measured[1:-1]:
         assert int(new) < 40 < int(cached), name
