@@ -92,10 +92,12 @@ def _script(folder: Path) -> Path:
 
 def test_the_measurement_shows_what_the_page_says(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     """Short of its times, which are another machine's: each call reads a few new tokens, the cold one all of them."""
-    runpy.run_path(str(ROOT / "docs" / "measure_serving.py"))["measure"](server.url)
+    measure = runpy.run_path(str(ROOT / "docs" / "measure_serving.py"))["measure"]
+    measure.__globals__["QUESTIONS"] = measure.__globals__["QUESTIONS"][:3]
+    measure(server.url)
     shown = [line.split("|")[1:5] for line in TEXT.splitlines() if re.match(r"\| \d", line)]
     measured = [line.split("|")[1:5] for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
-    assert len(measured) == len(shown) == 7
+    assert (len(measured), len(shown)) == (4, 7)
     for name, num, cached, new in measured[1:-1]:
         assert int(new) < 40 < int(cached), name
         assert int(num) == int(cached) + int(new)
