@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import write_checkpoint
+from forks import forked_workers
 from ling_local.engine.protocol import Engine, EngineSpec
 from ling_local.engine.remote import RemoteEngine
 from ling_local.engine.scripted import ScriptedEngine
@@ -74,20 +75,24 @@ FACTORIES: dict[str, Factory] = {
 }
 
 
+def open_engine(kind: str, folder: Path) -> Iterator[Engine]:
+    """One whose process, if it has one, has torch already."""
+    with forked_workers():
+        opened = FACTORIES[kind](folder)
+        yield opened
+        opened.close()
+
+
 @pytest.fixture(scope="module", params=FACTORIES)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """One engine for all tests of this file: each leaves it usable for the next."""
-    opened = FACTORIES[request.param](tmp_path_factory.mktemp("engine"))
-    yield opened
-    opened.close()
+    yield from open_engine(request.param, tmp_path_factory.mktemp("engine"))
 
 
 @pytest.fixture
 def fresh(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iterator[Engine]:
     """An engine of the same kind that a test may close."""
-    opened = FACTORIES[request.node.callspec.params["engine"]](tmp_path)
-    yield opened
-    opened.close()
+    yield from open_engine(request.node.callspec.params["engine"], tmp_path)
 
 
 def run(engine: Engine, max_tokens: int = NUM, stop_ids: frozenset[int] = frozenset()) -> list[StepResult]:
