@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpoints import GOLDEN, write_checkpoint, write_draft
+from engines import another
 from ling_kernels.ops import Proposal
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.width import PLAIN_FIRST
@@ -46,9 +46,7 @@ def loaded(folder: Path, draft: str, block: int) -> NativeEngine:
 
 def fresh(folder: Path, draft: str = "off", block: int = 0, context: int = 0) -> NativeEngine:
     """A new engine, over weights that others have too, that finds drafting worth its while from the first step on."""
-    made_of = loaded(folder, draft, block)
-    info = dataclasses.replace(made_of.info, context_limit=context or made_of.info.context_limit)
-    engine = NativeEngine(made_of.weights, info, made_of.vocab, made_of.drafter, copy.copy(made_of.ops))
+    engine = another(loaded(folder, draft, block), context)
     for _ in range(PLAIN_FIRST + 1):
         for times in engine.step_times.values():
             times.note(1, False, 1e3)

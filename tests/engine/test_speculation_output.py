@@ -9,19 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from checkpoints import GOLDEN, write_checkpoint, write_draft
+from checkpoints import GOLDEN, TWO_LAYERS, write_checkpoint, write_draft
 from ling_local.engine.model import forward
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.width import PLAIN_FIRST
 from ling_local.types import SamplingParams, TokenRequest
 from parity import assert_close
-
-TWO_LAYERS = {
-    "num_hidden_layers": 2,
-    "num_nextn_predict_layers": 0,
-    "expert_swiglu_limit_list": [0, 4],
-    "share_expert_swiglu_limit_list": [0, 5],
-}
 
 
 def drafting(folder: Path, draft: str = "dspark") -> NativeEngine:
