@@ -79,13 +79,13 @@ def test_rows_past_the_window_and_the_extent_change_nothing(engine: NativeEngine
 
 
 def test_two_threads_give_the_bits_of_one(engine: NativeEngine) -> None:
-    ids = random_ids(engine, 4, 24)
+    ids = random_ids(engine, 4, PIECE + 1)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         alone, _ = run_windows(engine, ids, 1)
         torch.set_num_threads(2)
-        both, _ = run_windows(engine, ids, 8)
+        both, _ = run_windows(engine, ids, len(ids))
     finally:
         torch.set_num_threads(threads)
     assert_bits(both, alone, "logits")
