@@ -119,7 +119,7 @@ def plain(folder: Path) -> tuple[int, ...]:
 
 
 class Oracle:
-    """A drafter that knows the answer and spoils it after as many tokens as the pattern says, step by step."""
+    """A drafter that knows the answer and spoils one token of it, after as many as the pattern says, step by step."""
 
     def __init__(self, inner, answer: Sequence[int], pattern: Sequence[int]) -> None:
         self.inner, self.answer, self.pattern, self.calls = inner, answer, pattern, 0
@@ -133,7 +133,7 @@ class Oracle:
         self.calls += 1
         at = int(state.length) - (len(PROMPT) - 1)  # the anchor is answer[at - 1]
         right = [*self.answer[at : at + num], *[0] * num][:num]
-        drafts = [t if j < good else (t + 1) % 128 for j, t in enumerate(right)]
+        drafts = [(t + 1) % 128 if j == good else t for j, t in enumerate(right)]
         return Proposal(torch.tensor(drafts), torch.full_like(made.confidence, 0.99))
 
 
