@@ -41,6 +41,11 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 512,
     "eos_token_id": 3,
 }
+TWO_LAYERS: dict[str, Any] = {  # one of each kind of attention, one with experts: where the model does not matter
+    "num_hidden_layers": 2,
+    "expert_swiglu_limit_list": [0, 4],
+    "share_expert_swiglu_limit_list": [0, 5],
+}
 
 
 def config_json(**changes: Any) -> dict[str, Any]:

@@ -13,28 +13,38 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 
+MOST = 32  # descriptors that a process is given
 
-def begin(address: str, args: Sequence[str], env: Mapping[str, str], cwd: str, streams: Sequence[int]) -> socket.socket:
-    """Start a run with these three descriptors. What is given back takes signals and gives the exit code."""
+
+def begin(
+    address: str,
+    args: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    given: Sequence[int],
+    numbers: Sequence[int] = (),
+) -> socket.socket:
+    """Start a run whose streams are the three descriptors `given`, or, with `numbers`, an engine's process that has
+    them under these. What is given back takes signals and gives the exit code, an engine's process id before it."""
     run = socket.socket(socket.AF_UNIX)
     run.connect(address)
-    text = json.dumps([list(args), dict(env), cwd]).encode("utf-8", "surrogateescape")
-    socket.send_fds(run, [len(text).to_bytes(8, "big")], streams)
+    text = json.dumps([list(args), dict(env), cwd, list(numbers)]).encode("utf-8", "surrogateescape")
+    socket.send_fds(run, [len(text).to_bytes(8, "big")], given)
     run.sendall(text)
     return run
 
 
-def receive(run: socket.socket) -> tuple[list[str], dict[str, str], str, list[int]]:
-    """The other side of `begin`."""
-    size, streams, _, _ = socket.recv_fds(run, 8, 3)
+def receive(run: socket.socket) -> tuple[list[str], dict[str, str], str, list[int], list[int]]:
+    """The other side of `begin`: args, env, cwd, numbers, and what was given."""
+    size, given, _, _ = socket.recv_fds(run, 8, MOST)
     text = b""
     while len(text) < int.from_bytes(size, "big"):
         text += run.recv(1 << 16)
-    return (*json.loads(text), streams)
+    return (*json.loads(text), given)
 
 
 def tell(run: socket.socket, number: int) -> None:
-    """Send an exit code or a signal."""
+    """Send an exit code, a process id or a signal."""
     run.sendall(number.to_bytes(4, "big", signed=True))
 
 

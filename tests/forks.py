@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import io
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -113,6 +114,51 @@ def _read(descriptor: int) -> bytes:
         return pipe.read()
 
 
+class SentWorker:
+    """An engine's process for a front in the process that runs tests, where torch has threads that no fork would have:
+    the template forks it. What ranks.py asks of a Popen."""
+
+    def __init__(self, theirs: socket.socket, pass_fds: Sequence[int]) -> None:
+        out, to_out = os.pipe()
+        given = (to_out, theirs.fileno(), *pass_fds)
+        self._run = fork_client.begin(forks().address, (), os.environ, os.getcwd(), given, given)
+        os.close(to_out)
+        self.stdout: io.BufferedReader = os.fdopen(out, "rb")
+        self.pid = fork_client.end(self._run) or 0
+        assert self.pid
+        self.returncode: int | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._see_end, daemon=True).start()
+
+    def _see_end(self) -> None:
+        self.returncode = fork_client.end(self._run)
+        self._run.close()
+        self._ended.set()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired("worker", timeout or 0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        if not self._ended.is_set():
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def forked_workers() -> Iterator[None]:
+    """Inside, engines of this process have theirs from the template."""
+    from ling_local.engine import ranks
+
+    start, ranks._start = ranks._start, SentWorker  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ranks._start = start
+
+
 # --- in the process that forks
 
 
@@ -147,13 +193,18 @@ def serve(address: str, life: int) -> None:
 def _look_after(run: socket.socket) -> None:
     """Fork a run, hand signals to it and its exit code back. Ends this process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    args, env, cwd, streams = fork_client.receive(run)
+    args, env, cwd, numbers, given = fork_client.receive(run)
     pid = os.fork()
     if pid == 0:
         run.close()
-        _become(args, env, cwd, streams)
-    for stream in streams:
-        os.close(stream)
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(env)
+        _become_worker(*_numbered(given, numbers)) if numbers else _become(args, given)
+    for descriptor in given:
+        os.close(descriptor)
+    if numbers:
+        fork_client.tell(run, pid)
     threading.Thread(target=_relay, args=(run, pid), daemon=True).start()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
@@ -169,16 +220,21 @@ def _relay(run: socket.socket, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _become(args: list[str], env: dict[str, str], cwd: str, streams: list[int]) -> None:
+def _numbered(given: list[int], numbers: list[int]) -> list[int]:
+    """Give descriptors these numbers, whatever had them before."""
+    aside = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(numbers) + 1) for descriptor in given]
+    for descriptor, number in zip(aside, numbers, strict=True):
+        os.dup2(descriptor, number)
+    return numbers
+
+
+def _become(args: list[str], streams: list[int]) -> None:
     from ling_local.cli.main import main
     from ling_local.engine import ranks
 
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
     sys.argv = ["ling", *args]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks._start = ForkedWorker  # type: ignore[assignment]
@@ -195,7 +251,7 @@ class ForkedWorker:
         gc.freeze()  # no file of the front's is closed there by chance, when its number is another file's
         self.pid = os.fork()
         if self.pid == 0:
-            _become_worker(theirs.fileno(), pass_fds, to_out)
+            _become_worker(to_out, theirs.fileno(), *pass_fds)
         os.close(to_out)
         self.stdout: io.BufferedReader = os.fdopen(out, "rb")
 
@@ -216,7 +272,7 @@ class ForkedWorker:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _become_worker(fd: int, pass_fds: Sequence[int], to_out: int) -> None:
+def _become_worker(to_out: int, fd: int, *pass_fds: int) -> None:
     from ling_local.engine import worker
 
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints import write_checkpoint, write_draft
+from checkpoints import TWO_LAYERS, write_checkpoint, write_draft
 from ling_local import paths
 from ling_local.bench import TEXTS, CheckPlan, CheckProgress, Difference, bundled, check_to_json, run_check
 from ling_local.bench.lossless import first_difference
@@ -160,8 +160,8 @@ def test_progress_tells_every_run_of_every_mode(write_script: Write) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with both drafters and the demo's tokenizer."""
-    made = write_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=4096)
-    write_draft(made / "dspark", made, block_size=3)
+    made = write_checkpoint(tmp_path_factory.mktemp("model"), vocab_size=4096, **TWO_LAYERS)
+    write_draft(made / "dspark", made, block_size=3, target_layer_ids=[0, 1])
     for file in paths.demo_dir().iterdir():
         if file.name.startswith(("tokenizer", "chat_template")):
             shutil.copy(file, made)
@@ -187,7 +187,7 @@ def test_real_drafters_pass_at_every_block_size_while_every_draft_is_verified(fo
         engine.close()
 
     text_model = TextModel.load(EngineSpec(str(folder)))
-    plan = CheckPlan(tokens=12, prompt_tokens=12, tasks=("chat",), every_block=True)
+    plan = CheckPlan(tokens=6, prompt_tokens=8, tasks=("chat",), every_block=True)
     report = run_check(open_mode, text_model, plan, ("mtp", "dspark"))
     assert report.same
     sizes = list(dict.fromkeys((row.mode, row.block) for row in report.rows))

@@ -1,7 +1,8 @@
 """What every engine behind the door must do. A new engine joins with one line in FACTORIES.
 
 Each factory makes an engine that can give at least 40 tokens after PROMPT, in blocks that may hold several, and
-whose first 40 greedy ids are the same for each request, so that any of them can be declared a stop id.
+whose first 40 greedy ids are the same for each request, so that any of them can be declared a stop id. More of them
+take their time, so that there is something to cancel.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import write_checkpoint
+from checkpoints import TWO_LAYERS, write_checkpoint
+from forks import forked_workers
 from ling_local.engine.protocol import Engine, EngineSpec
 from ling_local.engine.remote import RemoteEngine
 from ling_local.engine.scripted import ScriptedEngine
@@ -24,19 +26,21 @@ from ling_local.types import FinishReason, StepResult, TokenRequest
 from sglang_stand_in import HOPPER, importable, make_spec
 
 PROMPT = (3, 1, 4, 1, 5)
-CONTEXT = 64
+CONTEXT = 500
 NUM = 40
+LONG = 400  # tokens that are under way for so long that a cancel comes in time on any machine
 Factory = Callable[[Path], Engine]
 
 
 def _spec(folder: Path) -> EngineSpec:
     words = [f"w{i:02}" for i in range(NUM)]
-    steps: list[object] = []
+    steps: list[dict[str, object]] = []
     at = 0
     while at < NUM:  # blocks of 1 to 4
         size = 1 + len(steps) % 4
-        steps.append({"tokens": words[at : at + size], "delay_ms": 4})  # a cancel must arrive before the end
+        steps.append({"tokens": words[at : at + size]})
         at += size
+    steps.append({"tokens": ["w"], "repeat": LONG, "delay_ms": 500})
     path = folder / "contract.json"
     path.write_text(json.dumps({"turns": [steps], "block": 3, "context": CONTEXT}), encoding="utf-8")
     return EngineSpec(str(path), "scripted")
@@ -44,7 +48,7 @@ def _spec(folder: Path) -> EngineSpec:
 
 def _native(folder: Path, draft: str) -> EngineSpec:
     """A small random model whose drafts hardly ever hit: what counts here is the door."""
-    model = write_checkpoint(folder / "model", seed=1)
+    model = write_checkpoint(folder / "model", seed=1, **TWO_LAYERS)
     return EngineSpec(str(model), context=CONTEXT, draft=draft, threads=1)
 
 
@@ -74,20 +78,24 @@ FACTORIES: dict[str, Factory] = {
 }
 
 
+def open_engine(kind: str, folder: Path) -> Iterator[Engine]:
+    """One whose process, if it has one, has torch already."""
+    with forked_workers():
+        opened = FACTORIES[kind](folder)
+        yield opened
+        opened.close()
+
+
 @pytest.fixture(scope="module", params=FACTORIES)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """One engine for all tests of this file: each leaves it usable for the next."""
-    opened = FACTORIES[request.param](tmp_path_factory.mktemp("engine"))
-    yield opened
-    opened.close()
+    yield from open_engine(request.param, tmp_path_factory.mktemp("engine"))
 
 
 @pytest.fixture
 def fresh(request: pytest.FixtureRequest, engine: Engine, tmp_path: Path) -> Iterator[Engine]:
     """An engine of the same kind that a test may close."""
-    opened = FACTORIES[request.node.callspec.params["engine"]](tmp_path)
-    yield opened
-    opened.close()
+    yield from open_engine(request.node.callspec.params["engine"], tmp_path)
 
 
 def run(engine: Engine, max_tokens: int = NUM, stop_ids: frozenset[int] = frozenset()) -> list[StepResult]:
@@ -144,12 +152,13 @@ def test_the_length_limit_cuts_at_every_position_of_a_block(engine: Engine, gree
 
 
 def test_a_stop_id_cuts_at_every_position_of_a_block(engine: Engine, greedy: tuple[int, ...]) -> None:
-    """C075: what was drafted after it never comes out, and the reason is right."""
+    """C075: what was drafted after it never comes out, and the reason is right. C087: nor does it count."""
     for stop in greedy[:14]:
         steps = run(engine, stop_ids=frozenset({stop}))
         end = greedy.index(stop) + 1
         assert ids_of(steps) == greedy[:end]
         assert steps[-1].finish is FinishReason.EOS
+        assert all(step.accepted <= len(step.ids) for step in steps)
 
 
 def test_a_stop_id_and_the_limit_in_one_block(engine: Engine, greedy: tuple[int, ...]) -> None:
@@ -168,15 +177,8 @@ def test_a_stop_id_and_the_limit_in_one_block(engine: Engine, greedy: tuple[int,
             assert steps[-1].finish is reason
 
 
-def test_accepted_counts_only_what_came_out(engine: Engine, greedy: tuple[int, ...]) -> None:
-    """C087."""
-    for stop in greedy[:14]:
-        for step in run(engine, stop_ids=frozenset({stop})):
-            assert step.accepted <= len(step.ids)
-
-
 def test_a_full_context_ends_with_length(engine: Engine) -> None:
-    prompt = PROMPT * 12  # 60 of 64
+    prompt = PROMPT * (CONTEXT // len(PROMPT) - 1)
     steps = list(engine.generate(TokenRequest(prompt, max_tokens=1000)))
     assert len(ids_of(steps)) == CONTEXT - len(prompt)
     assert steps[-1].finish is FinishReason.LENGTH
@@ -198,17 +200,17 @@ def test_a_request_without_ids_is_refused(engine: Engine) -> None:
 
 
 def test_cancel_before_the_first_step(engine: Engine, greedy: tuple[int, ...]) -> None:
-    generation = engine.generate(TokenRequest(PROMPT, max_tokens=NUM))
+    generation = engine.generate(TokenRequest(PROMPT, max_tokens=LONG))
     generation.cancel()
     steps = list(generation)
     assert steps[-1].finish is FinishReason.CANCELLED
-    assert len(ids_of(steps)) < NUM
+    assert len(ids_of(steps)) < LONG
     assert ids_of(run(engine)) == greedy
 
 
 @pytest.mark.parametrize("after", [1, 2, 3, 5])
 def test_cancel_between_steps_leaves_a_usable_engine(engine: Engine, greedy: tuple[int, ...], after: int) -> None:
-    generation = engine.generate(TokenRequest(PROMPT, max_tokens=NUM))
+    generation = engine.generate(TokenRequest(PROMPT, max_tokens=LONG))
     steps = []
     for step in generation:
         steps.append(step)
@@ -216,12 +218,12 @@ def test_cancel_between_steps_leaves_a_usable_engine(engine: Engine, greedy: tup
             generation.cancel()
             generation.cancel()
     assert steps[-1].finish is FinishReason.CANCELLED
-    assert ids_of(steps) == greedy[: len(ids_of(steps))]
+    assert ids_of(steps)[:NUM] == greedy[: len(ids_of(steps))]
     assert ids_of(run(engine)) == greedy
 
 
 def test_cancel_from_another_thread_while_iterating(engine: Engine) -> None:
-    generation = engine.generate(TokenRequest(PROMPT, max_tokens=NUM))
+    generation = engine.generate(TokenRequest(PROMPT, max_tokens=LONG))
     steps = iter(generation)
     first = next(steps)
     thread = threading.Thread(target=generation.cancel)
@@ -251,21 +253,21 @@ def test_a_second_request_meanwhile_is_refused_and_harms_nothing(engine: Engine,
 
 
 def test_leaving_the_loop_frees_the_engine(engine: Engine, greedy: tuple[int, ...]) -> None:
-    generation = engine.generate(TokenRequest(PROMPT, max_tokens=NUM))
+    generation = engine.generate(TokenRequest(PROMPT, max_tokens=LONG))
     for _ in generation:
         break
     assert ids_of(run(engine)) == greedy
 
 
 def test_closing_the_iterator_frees_the_engine(engine: Engine, greedy: tuple[int, ...]) -> None:
-    steps = iter(engine.generate(TokenRequest(PROMPT, max_tokens=NUM)))
+    steps = iter(engine.generate(TokenRequest(PROMPT, max_tokens=LONG)))
     next(steps)
     steps.close()  # type: ignore[attr-defined]
     assert ids_of(run(engine)) == greedy
 
 
 def test_a_generation_that_nobody_wants_frees_the_engine(engine: Engine, greedy: tuple[int, ...]) -> None:
-    engine.generate(TokenRequest(PROMPT, max_tokens=NUM))
+    engine.generate(TokenRequest(PROMPT, max_tokens=LONG))
     gc.collect()
     assert ids_of(run(engine)) == greedy
 
@@ -285,11 +287,11 @@ def test_close_before_any_request(fresh: Engine) -> None:
 
 
 def test_close_in_the_middle_of_a_generation_ends_it(fresh: Engine) -> None:
-    steps = iter(fresh.generate(TokenRequest(PROMPT, max_tokens=NUM)))
+    steps = iter(fresh.generate(TokenRequest(PROMPT, max_tokens=LONG)))
     next(steps)
     fresh.close()
     try:
         rest = list(steps)
     except EngineError:
         return
-    assert rest[-1].finish in (FinishReason.CANCELLED, FinishReason.LENGTH)
+    assert rest[-1].finish is FinishReason.CANCELLED

@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("forced") / "m", seed=8)
 
 
-def run(engine: NativeEngine, draft: bool, params: SamplingParams, num: int = 40) -> list[StepResult]:
+def run(engine: NativeEngine, draft: bool, params: SamplingParams, num: int = 20) -> list[StepResult]:
     request = TokenRequest(PROMPT, sampling=params, max_tokens=num, draft=draft, full_width=draft)
     return list(engine.generate(request))
 

@@ -12,9 +12,10 @@ from ling_kernels.ops import ROW_TILE
 from ling_local.engine.model import forward
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.state import SequenceState
+from ling_local.engine.width import PIECE
 from parity import assert_bits
 
-LENGTH = 64
+LENGTH = 48
 MODELS = {
     "flash shape": {"num_nextn_predict_layers": 0},
     "one head": {"num_attention_heads": 1, "num_key_value_heads": 1, "hidden_size": 96},
@@ -47,11 +48,11 @@ def random_ids(engine: NativeEngine, seed: int, length: int = LENGTH) -> list[in
     return torch.randint(0, engine.info.vocab_size, (length,), generator=generator).tolist()
 
 
-def test_windows_of_every_width_give_the_bits_of_single_rows(engine: NativeEngine) -> None:
+def test_windows_of_any_width_give_the_bits_of_single_rows(engine: NativeEngine) -> None:
     ids = random_ids(engine, 1)
     alone, after = run_windows(engine, ids, 1)
     assert alone.isfinite().all()
-    for width in range(2, ROW_TILE + 1):
+    for width in (2, PIECE - 1, PIECE, PIECE + 1, ROW_TILE):
         logits, state = run_windows(engine, ids, width)
         assert_bits(logits, alone, f"logits at width {width}")
         for name in ("recurrent", "conv"):
@@ -78,13 +79,13 @@ def test_rows_past_the_window_and_the_extent_change_nothing(engine: NativeEngine
 
 
 def test_two_threads_give_the_bits_of_one(engine: NativeEngine) -> None:
-    ids = random_ids(engine, 4, 24)
+    ids = random_ids(engine, 4, PIECE + 1)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         alone, _ = run_windows(engine, ids, 1)
         torch.set_num_threads(2)
-        both, _ = run_windows(engine, ids, 8)
+        both, _ = run_windows(engine, ids, len(ids))
     finally:
         torch.set_num_threads(threads)
     assert_bits(both, alone, "logits")

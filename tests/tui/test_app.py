@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from engines import another
 from ling_local import paths
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.protocol import EngineSpec
@@ -33,9 +34,13 @@ QUESTION = Message("user", "Write a function that adds two numbers.")
 
 
 @pytest.fixture(scope="module")
-def demo() -> tuple[EngineSpec, TextModel]:
-    spec = EngineSpec(str(paths.demo_dir()))
-    return spec, TextModel.load(spec)
+def text_model() -> TextModel:
+    return TextModel.load(EngineSpec(str(paths.demo_dir())))
+
+
+@pytest.fixture(scope="module", params=["off", "auto"])
+def demo(request: pytest.FixtureRequest) -> NativeEngine:
+    return NativeEngine.load(paths.demo_dir(), draft=request.param)
 
 
 def answer(engine: NativeEngine, text_model: TextModel, talk: tuple[Message, ...], stop_at: int | None = None):
@@ -43,7 +48,7 @@ def answer(engine: NativeEngine, text_model: TextModel, talk: tuple[Message, ...
     token = CancelToken()
     parts: dict[Channel, str] = {Channel.THINKING: "", Channel.ANSWER: "", Channel.TOOL: ""}
     seen, finish = 0, None
-    for event in generate(engine, text_model, Request(talk, max_tokens=48, think_budget=8), token):
+    for event in generate(engine, text_model, Request(talk, max_tokens=28, think_budget=8), token):
         if isinstance(event, TokenEvent):
             parts[event.channel] += event.text
             seen += len(event.ids)
@@ -56,25 +61,25 @@ def answer(engine: NativeEngine, text_model: TextModel, talk: tuple[Message, ...
     return message, finish
 
 
-@pytest.mark.parametrize("stop_at", [3, 10, 24])
-@pytest.mark.parametrize("draft", ["off", "auto"])
-def test_the_turn_after_a_cut_is_that_of_a_fresh_engine(demo, stop_at: int, draft: str) -> None:
-    spec, text_model = demo
-    engine = NativeEngine.load(spec.model, draft=draft)
+@pytest.mark.parametrize("stop_at", [3, 18])  # in the thoughts, in the answer
+def test_the_turn_after_a_cut_is_that_of_a_fresh_engine(
+    demo: NativeEngine, text_model: TextModel, stop_at: int
+) -> None:
+    engine = another(demo)
     cut, finish = answer(engine, text_model, (QUESTION,), stop_at)
     assert finish.reason is FinishReason.CANCELLED
+    assert bool(cut.content) == (stop_at > 8)
     talk = (QUESTION, cut, Message("user", "And now multiply them."))
     after, second = answer(engine, text_model, talk)
-    fresh, clean = answer(NativeEngine.load(spec.model, draft=draft), text_model, talk)
+    fresh, clean = answer(another(demo), text_model, talk)
     assert second.ids == clean.ids
     assert after == fresh
     assert second.stats.cached_tokens > 0
     assert clean.stats.cached_tokens == 0
 
 
-def test_undo_and_regen_go_back_to_a_snapshot(demo) -> None:
-    spec, text_model = demo
-    engine = NativeEngine.load(spec.model)
+def test_undo_and_regen_go_back_to_a_snapshot(demo: NativeEngine, text_model: TextModel) -> None:
+    engine = another(demo)
     first, _ = answer(engine, text_model, (QUESTION,))
     talk = (QUESTION, first, Message("user", "Why?"))
     one, _ = answer(engine, text_model, talk)
@@ -96,7 +101,7 @@ def loaded(path: Path, on_end: Callable[[], None] = lambda: None) -> Load:
     return Load(Model(engine, spec, settings, "x", lambda: TextModel.load(spec), lambda _: engine.info), on_end)
 
 
-def drain(pump: Pump, limit_s: float = 20) -> list:
+def drain(pump: Pump, limit_s: float = 60) -> list:
     events, over, end = [], False, time.monotonic() + limit_s
     while not over:
         assert time.monotonic() < end
@@ -139,25 +144,24 @@ def test_errors_come_as_events_and_a_failed_load_too(write_script: Write) -> Non
     failing = loaded(write_script(["a"], load={"fail": "OutOfMemory"}, name="bad"), ended.set)
     pump = Pump(failing, Request((QUESTION,)), lambda: None)
     assert isinstance(drain(pump)[-1], Failed)
-    assert ended.wait(5)
+    assert ended.wait(60)
     assert pump.error is failing.error
     failing.model.engine.close()
 
 
 def test_an_engine_never_waits_for_who_draws(write_script: Write) -> None:
-    """Nobody takes events for a while: all the same they were made at the engine's speed (its own clock)."""
+    """Nobody takes an event before the last was made: all the same their times are the engine's own."""
     turn = [{"tokens": ["w "], "repeat": 2000, "delay_ms": 0.5}]
-    load = loaded(write_script(turn, context=20_000))
-    load.result()
-    pump = Pump(load, Request((QUESTION,), thinking=False, max_tokens=2000), lambda: None)
-    time.sleep(2.5)
-    begun = time.monotonic()
-    events = drain(pump)
-    assert time.monotonic() - begun < 0.5
+    load = loaded(write_script(turn, context=20_000, clock="virtual"))
+    made = threading.Event()
+    pump = Pump(load, Request((QUESTION,), thinking=False, max_tokens=2000), made.set)
+    assert made.wait(60)
+    events, over = pump.take()
+    assert over
     last = [event.stats for event in events if isinstance(event, StatsEvent)][-1]
     assert isinstance(last, Stats)
     assert last.tokens == 2000
-    assert last.tpot_s == pytest.approx(0.0005, rel=0.15)
+    assert last.tpot_s == pytest.approx(0.0005)
     load.model.engine.close()
 
 

@@ -260,7 +260,7 @@ def test_an_unknown_event_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("channel", list(Channel))
-def test_fifty_thousand_tokens_cost_no_more_each_than_five_hundred(channel: Channel) -> None:
+def test_fifteen_thousand_tokens_cost_no_more_each_than_five_hundred(channel: Channel) -> None:
     def seconds(num_tokens: int) -> float:
         events = [event for number in range(1, num_tokens) for event in step(number, (channel, "some words "))]
         state = after(Sent("q"))
@@ -271,6 +271,5 @@ def test_fifty_thousand_tokens_cost_no_more_each_than_five_hundred(channel: Chan
         assert state.turn.stats.steps == num_tokens - 1
         return spent
 
-    few, many = min(seconds(500) for _ in range(3)), seconds(50_000)
-    assert many < 3 * 100 * few
-    assert many < 10  # 0.2 ms a token, on a busy machine
+    few, many = min(seconds(500) for _ in range(3)), seconds(15_000)
+    assert many < 3 * 30 * few
