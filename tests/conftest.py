@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 # Files that take longest: with several workers they begin first.
-LONG = ("test_emulated_mixers", "test_compile", "test_emulated_exchange", "test_emulated_step", "test_contract")
+LONG = (
+    "test_emulated_mixers",
+    "test_compile",
+    "test_emulated_exchange",
+    "test_emulated_step",
+    "test_speculation",
+    "test_rank_processes",
+)
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each program that tests start would compile ling anew
 if "PYTEST_XDIST_WORKER" in os.environ:  # every core has a worker of its own; the programs that tests start as well
