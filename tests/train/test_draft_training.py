@@ -385,7 +385,18 @@ def test_one_command_makes_a_draft_that_the_engine_loads(
     assert NativeEngine.load(model, draft="auto").info.block == 5
     shown = runner.invoke(
         app,
-        ["draft-eval", *common, "--corpus", str(packed), "--out", str(model / "dspark"), "--device", "cpu", "--answer", "8"],
+        [
+            "draft-eval",
+            *common,
+            "--corpus",
+            str(packed),
+            "--out",
+            str(model / "dspark"),
+            "--device",
+            "cpu",
+            "--answer",
+            "8",
+        ],
         catch_exceptions=False,
     )
     assert json.loads(shown.stdout)["accept"]["heldout_code"]["prompts"] == 3
