@@ -14,7 +14,18 @@
 
 namespace emulator {
 
-constexpr size_t STACK = 256 * 1024, PAGE = 4096;
+constexpr size_t STACK = 64 * 1024, PAGE = 4096;
+
+// Fibers change places millions of times: the compiler's own jump keeps nothing but stack and place.
+#ifdef __clang__
+typedef jmp_buf Place;
+#define MARK(place) _setjmp(place)
+[[noreturn]] static void jump(Place& to) { _longjmp(to, 1); }
+#else
+typedef void* Place[5];
+#define MARK(place) __builtin_setjmp(place)
+[[noreturn]] __attribute__((noinline)) static void jump(Place& to) { __builtin_longjmp(to, 1); }
+#endif
 
 // Where a barrier leaves the choice: threads in turn, the last one first, or each warp as far as it gets.
 enum Order : u32 { IN_TURN, BACKWARDS, WARP_BY_WARP };
@@ -34,7 +45,7 @@ struct Copy {
 struct Fiber {
   Thread thread;
   ucontext_t context;
-  jmp_buf at;
+  Place at;
   bool started, done;
   const u32* counter;  // it waits until this has passed `passed`; null: for nothing
   u32 passed, groups;
@@ -52,7 +63,7 @@ static const Region* regions;
 static int num_regions;
 static void (*body)(void**);
 static void** arguments;
-static jmp_buf home;
+static Place home;
 static sigjmp_buf failed;
 static std::string reason;
 static u32 order, current, start, turn, living, barrier_arrived, barrier_done, wait_arrived;
@@ -88,7 +99,7 @@ void check_known(const void* from, u32 bytes) {
 }
 
 static void pause() {
-  if (_setjmp(fibers[current].at) == 0) _longjmp(home, 1);
+  if (MARK(fibers[current].at) == 0) jump(home);
 }
 
 // Threads that wait are not resumed in vain.
@@ -108,7 +119,7 @@ void look_again() {
 void meet(u32 mask) {
   Warp* warp = self->warp;
   const u32 mine = self->meetings++;
-  if (++warp->arrived == u32(__builtin_popcount(mask))) {
+  if (++warp->arrived == (mask == ALL ? u32(WARP) : u32(__builtin_popcount(mask)))) {
     warp->arrived = 0;
     warp->finished = mine + 1;
     ++progress;
@@ -189,8 +200,8 @@ static void resume(u32 thread) {
   fiber.counter = nullptr;
   current = thread;
   self = &fiber.thread;
-  if (_setjmp(home) == 0) {
-    if (fibers[current].started) _longjmp(fibers[current].at, 1);
+  if (MARK(home) == 0) {
+    if (fibers[current].started) jump(fibers[current].at);
     fibers[current].started = true;
     setcontext(&fibers[current].context);
   }
