@@ -202,7 +202,7 @@ def check_engine(at: Rank) -> None:
     found = []
     for params in (SamplingParams(temperature=0.0), SamplingParams(0.8, 30, 0.9, 3)):
         for draft in (False, True):
-            request = TokenRequest((3, 10, 17, 24, 31), sampling=params, max_tokens=5, draft=draft, full_width=True)
+            request = TokenRequest((3, 10, 17, 24, 31), sampling=params, max_tokens=4, draft=draft, full_width=True)
             found.append([token for result in _steps(at, engine, request) for token in result.ids])
     assert found[0] == found[1]
     assert found[2] == found[3]

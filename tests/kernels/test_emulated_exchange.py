@@ -91,7 +91,7 @@ def test_an_engine_of_two_ranks_finds_the_tokens_of_one(folder: Path) -> None:
     assert first == second
     got = literal_eval(first)[0]
     alone = NativeEngine.load(model, dtype="bfloat16", context=64, threads=1)
-    request = TokenRequest((3, 10, 17, 24, 31), sampling=SamplingParams(temperature=0.0), max_tokens=5, draft=False)
+    request = TokenRequest((3, 10, 17, 24, 31), sampling=SamplingParams(temperature=0.0), max_tokens=4, draft=False)
     want = [token for result in alone.generate(request) for token in result.ids]
     parted = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
     if parted is not None:  # bf16 sums in another order: only a near tie may fall otherwise
