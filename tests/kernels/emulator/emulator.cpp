@@ -6,10 +6,7 @@
 #include <sched.h>
 #include <string>
 #include <sys/mman.h>
-#include <tuple>
-#include <type_traits>
 #include <ucontext.h>
-#include <utility>
 #include <vector>
 
 namespace emulator {
@@ -245,21 +242,6 @@ static void run_block() {
   }
 }
 
-template <class... A, size_t... I>
-void apply(void (*kernel)(A...), void** from, std::index_sequence<I...>) {
-  kernel(*static_cast<std::remove_cv_t<A>*>(from[I])...);
-}
-template <class... A>
-void apply(void (*kernel)(A...), void** from) {
-  apply(kernel, from, std::index_sequence_for<A...>{});
-}
-
-// One letter an argument: pointer, 32-bit integer, 64-bit integer, fp32.
-template <class... A>
-std::string kinds(void (*)(A...)) {
-  return std::string{(std::is_pointer_v<A> ? 'p' : std::is_floating_point_v<A> ? 'f' : sizeof(A) == 8 ? 'l' : 'i')...};
-}
-
 }  // namespace emulator
 
 // Pages that cost nothing until they are touched.
@@ -322,10 +304,3 @@ extern "C" const char* emulator_launch(
   }
   return reason.empty() ? nullptr : reason.c_str();
 }
-
-#define EMULATED(NAME)                                                            \
-  extern "C" void run_##NAME(void** from) { emulator::apply(NAME, from); }        \
-  extern "C" const char* kinds_##NAME() {                                         \
-    static const std::string kinds = emulator::kinds(NAME);                       \
-    return kinds.c_str();                                                         \
-  }
