@@ -57,7 +57,7 @@ MLA_SIZES = [(2, 0, 0, 1), (2, 0, 126, 5), (3, 48, 70, 3), (17, 264, 65, 2), (1,
 @pytest.mark.parametrize(
     ("form", "heads", "rank", "length", "rows"),
     [*((LARGE, *sizes) for sizes in (*MLA_SIZES, (8, 8, 2110, 5))), *((SMALL, *sizes) for sizes in MLA_SIZES[::2])],
-    ids=str,
+    ids=lambda value: f"{value.keys} keys" if isinstance(value, Form) else str(value),
 )
 def test_mla(device: EmulatedDevice, form: Form, heads: int, rank: int, length: int, rows: int) -> None:
     place = Place(with_form(device, form), "cpu", device.constant)
