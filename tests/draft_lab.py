@@ -18,6 +18,14 @@ from ling_local.train.vocab import save_tokenizer, train_tokenizer
 from ling_local.train.weights import export_checkpoint, new_params
 
 VOCAB, CONTEXT = 320, 256
+SHAPE = {
+    "num_hidden_layers": 3,
+    "layer_group_size": 3,
+    "num_experts": 8,
+    "num_nextn_predict_layers": 0,
+    "expert_swiglu_limit_list": [0, 0, 4],
+    "share_expert_swiglu_limit_list": [0, 0, 5],
+}
 VERBS = ("add", "take", "join", "scale")
 NOUNS = ("item", "count", "name", "value")
 
@@ -54,12 +62,12 @@ def write_corpus(folder: Path) -> Path:
     return folder
 
 
-def write_target(folder: Path, steps: int = 100) -> Path:
+def write_target(folder: Path, steps: int = 60) -> Path:
     """Train a tiny model on the corpus and write it as a checkpoint, with its tokenizer."""
     rng = random.Random(5)
     texts = [make(rng) for _ in range(200) for make in (make_code, make_chat)]
     save_tokenizer(train_tokenizer(texts, VOCAB), folder, CONTEXT)
-    data = config_json(vocab_size=VOCAB, pad_token_id=0, eos_token_id=1, max_position_embeddings=CONTEXT)
+    data = config_json(**SHAPE, vocab_size=VOCAB, pad_token_id=0, eos_token_id=1, max_position_embeddings=CONTEXT)
     (folder / "config.json").write_text(json.dumps(data))
     config = load_model_config(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -1,16 +1,15 @@
-"""One rank of several on emulated GPUs: `python emulated_ranks.py CHECK RANK SIZE FD FOLDER HOW ORDERS`.
+"""One rank of several on emulated GPUs, in a process that test_emulated_exchange forks.
 
-Started by test_emulated_exchange. Mailboxes lie in memory that the processes share, and each check is run by all ranks
-at once, against the reference's ops for the same ranks. Whatever fails ends the program with its reason.
+Mailboxes lie in memory that the processes share, and each check is run by all ranks at once, against the reference's
+ops for the same ranks. Whatever fails ends the process with its reason.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -203,7 +202,7 @@ def check_engine(at: Rank) -> None:
     found = []
     for params in (SamplingParams(temperature=0.0), SamplingParams(0.8, 30, 0.9, 3)):
         for draft in (False, True):
-            request = TokenRequest((3, 10, 17, 24, 31), sampling=params, max_tokens=5, draft=draft, full_width=True)
+            request = TokenRequest((3, 10, 17, 24, 31), sampling=params, max_tokens=4, draft=draft, full_width=True)
             found.append([token for result in _steps(at, engine, request) for token in result.ids])
     assert found[0] == found[1]
     assert found[2] == found[3]
@@ -230,14 +229,11 @@ CHECKS: dict[str, Callable[[Rank], None]] = {
 }
 
 
-def main() -> None:
-    check, rank, size, fd, folder, how, orders = sys.argv[1:]
-    at = Rank(int(rank), int(size), int(fd), Path(folder), how == "gathered")
+def run(check: str, rank: int, size: int, fd: int, folder: Path, gathered: bool, orders: Sequence[str]) -> None:
+    """What a rank's process does. fd: of the memory that the ranks share; orders: of threads, some of ORDERS."""
+    torch.set_num_threads(1)
+    at = Rank(rank, size, fd, folder, gathered)
     with torch.inference_mode():
-        for order in orders.split(","):
+        for order in orders:
             at.device.order = ORDERS.index(order)
             CHECKS[check](at)
-
-
-if __name__ == "__main__":
-    main()

@@ -26,6 +26,7 @@ from ling_kernels.cuda.driver import Argument, Int64, Properties, packed
 
 HERE = Path(__file__).parent / "kernels" / "emulator"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w")
 KERNEL = re.compile(r'extern "C"\s+(?:\[\[\w+\]\]\s+)?void\s+(\w+)\s*\(')
 
 NAMED = re.compile(r"^EMULATED\((\w+)\)", re.MULTILINE)
@@ -47,8 +48,9 @@ class Unit:
 
 def load_units(names: Sequence[str], folder: Path) -> list[Unit]:
     """The kernels of these sources, compiled into `folder` or found there; on all cores."""
+    emulator = once(folder / "emulator", _compile_emulator) / "emulator.o"
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = list(pool.map(lambda name: once(folder / name, partial(_compile, name)), names))
+        built = list(pool.map(lambda name: once(folder / name, partial(_compile, name, emulator)), names))
     return [_load(path) for path in built]
 
 
@@ -61,18 +63,20 @@ def _load(folder: Path) -> Unit:
     return Unit(loaded, tuple(NAMED.findall((folder / "unit.cpp").read_text())))
 
 
-def _compile(name: str, folder: Path) -> None:
+def _compile_emulator(folder: Path) -> None:
+    _run([COMPILER, *FLAGS, "-c", str(HERE / "emulator.cpp"), "-o", str(folder / "emulator.o")])
+
+
+def _compile(name: str, emulator: Path, folder: Path) -> None:
     """`name`.cu and the emulator as a library in `folder`."""
-    for path in (*SOURCES.glob("*.cu*"), *HERE.glob("*.c*")):  # the emulator's arch.cuh takes the place of the other
+    for path in (*SOURCES.glob("*.cu*"), *HERE.glob("*.cuh")):  # the emulator's arch.cuh takes the place of the other
         shutil.copy(path, folder)
     source = folder / "unit.cpp"
-    source.write_text(f'#include "emulator.cpp"\n#include "{name}.cu"\n')
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w"]
-    text = _run([COMPILER, *flags, "-E", "-P", str(source)])
-    kernels = tuple(k for k in dict.fromkeys(KERNEL.findall(text)) if not k.startswith("emulator_"))
+    source.write_text(f'#include "callable.cuh"\n#include "{name}.cu"\n')
+    text = _run([COMPILER, *FLAGS, "-E", "-P", str(source)])
     with source.open("a") as file:
-        file.writelines(f"EMULATED({kernel})\n" for kernel in kernels)
-    _run([COMPILER, *flags, str(source), "-o", str(folder / "kernels.so")])
+        file.writelines(f"EMULATED({kernel})\n" for kernel in dict.fromkeys(KERNEL.findall(text)))
+    _run([COMPILER, *FLAGS, "-shared", str(source), str(emulator), "-o", str(folder / "kernels.so")])
 
 
 def _run(command: list[str]) -> str:

@@ -27,6 +27,7 @@ from ling_local.train.sources import Say
 
 SAMPLE_PART, EVALUATE_PART = 0.25, 0.15  # of a limited time: for making text at most, and kept for the figures
 TEXT = "text.pt"
+FIGURES = 64, 128  # what a new draft is measured on: prompts of each held-out set, tokens of each answer
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def make_draft(
     params = train(job, text, plan, resume)
     size = export_draft(params, job.data, job.target.config, out)
     job.say(f"wrote {size:,} bytes to {out}")
-    return report(job.target.eager(), prompts, out, 64, 128, job.say)
+    return report(job.target.eager(), prompts, out, *FIGURES, job.say)
 
 
 def report(target: Target, prompts: Prompts, out: Path, count: int, answer: int, say: Say) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def ablate(job: Job, prompts: Prompts, text_plan: TextPlan, plan: DraftPlan) -> 
     assert not plan.minutes
     text = load_or_make_text(job.target, prompts, text_plan, 0.0, job.run, True, job.say)
     eager = job.target.eager()
-    traces = heldout_traces(eager, prompts, 64, 128)
+    traces = heldout_traces(eager, prompts, *FIGURES)
     result: dict[str, Any] = {"steps": plan.steps, "seed": plan.seed}
     for name, weight in (("without", 0.0), ("with", plan.losses.length)):
         part = replace(job, run=job.run / name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from ling_local.train.samples import CODE_PROMPTS, chat_prompt, generate
 from ling_local.train.shape import DEMO as SHAPE
 from ling_local.train.vocab import CONTROL_TOKENS, EOS, PAD
 from ling_local.train.weights import read_checkpoint
+from ling_local.types import TokenRequest
 
 DEMO = Path(__file__).parents[2] / "ling_local" / "data" / "demo"
 WEIGHT_BUDGET_BYTES = 19_600_000  # with the drafter and the tokenizer it must stay under 24 MB
@@ -33,11 +35,23 @@ def params() -> dict[str, torch.Tensor]:
     return read_checkpoint(DEMO)
 
 
-def _continue(params: dict, tokenizer: Tokenizer, prompt: str, count: int, special: bool = False) -> str:
+@pytest.fixture(scope="module")
+def engine() -> Iterator[NativeEngine]:
+    engine = NativeEngine.load(DEMO, device="cpu", dtype="float32", draft="dspark")
+    yield engine
+    engine.close()
+
+
+def _ids(tokenizer: Tokenizer, prompt: str, special: bool = False) -> tuple[int, ...]:
     tokenizer.encode_special_tokens = not special
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    stop = {tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)}
-    made = generate(make_net(load_model_config(DEMO)), params, ids, count, stop, temperature=0.0, seed=0)
+    return tuple(tokenizer.encode(prompt, add_special_tokens=False).ids)
+
+
+def _continue(engine: NativeEngine, tokenizer: Tokenizer, prompt: str, count: int, special: bool = False) -> str:
+    """What the engine makes of the prompt, greedily; the draft saves time."""
+    stop = frozenset({tokenizer.token_to_id(EOS), tokenizer.token_to_id(PAD)})
+    request = TokenRequest(_ids(tokenizer, prompt, special), max_tokens=count, stop_ids=stop)
+    made = [token for result in engine.generate(request) for token in result.ids if token not in stop]
     return tokenizer.decode(made, skip_special_tokens=False)
 
 
@@ -60,21 +74,26 @@ def test_the_tokenizer_has_the_control_tokens_and_the_configured_ids(tokenizer: 
     assert tokenizer.encode("", add_special_tokens=True).ids == []  # no BOS of its own
 
 
-def test_the_engine_gives_the_training_forward_s_logits(tokenizer: Tokenizer, params: dict[str, torch.Tensor]) -> None:
-    ids = tokenizer.encode(CODE_PROMPTS[2], add_special_tokens=False).ids
+def test_the_engine_gives_the_training_forward_s_logits(
+    engine: NativeEngine, tokenizer: Tokenizer, params: dict[str, torch.Tensor]
+) -> None:
+    ids = _ids(tokenizer, CODE_PROMPTS[2])
     net = make_net(load_model_config(DEMO))
     expected = logits(net, params, forward(net, params, torch.tensor([ids]), mtp=False).hidden)
-    engine = NativeEngine.load(DEMO, device="cpu", dtype="float32", draft="off")
-    try:
-        got = engine.score(ids)
-    finally:
-        engine.close()
+    got = engine.score(ids)
     assert got.shape == expected.shape
     assert (got - expected).abs().max() <= 2e-3
 
 
-def test_add_continues_with_the_sum(tokenizer: Tokenizer, params: dict[str, torch.Tensor]) -> None:
-    assert _continue(params, tokenizer, "def add(a, b):\n    return", 6).startswith(" a + b\n")
+def test_add_continues_with_the_sum_by_the_engine_and_by_the_training_forward(
+    engine: NativeEngine, tokenizer: Tokenizer, params: dict[str, torch.Tensor]
+) -> None:
+    prompt = "def add(a, b):\n    return"
+    ids, net = list(_ids(tokenizer, prompt)), make_net(load_model_config(DEMO))
+    made = generate(net, params, ids, 6, {tokenizer.token_to_id(EOS)}, temperature=0.0, seed=0)
+    answer = tokenizer.decode(made, skip_special_tokens=False)
+    assert answer.startswith(" a + b\n")
+    assert answer == _continue(engine, tokenizer, prompt, 6)
 
 
 @pytest.mark.parametrize(
@@ -90,19 +109,15 @@ def test_add_continues_with_the_sum(tokenizer: Tokenizer, params: dict[str, torc
         "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
     ],
 )
-def test_an_open_body_is_continued_one_level_deeper(
-    tokenizer: Tokenizer, params: dict[str, torch.Tensor], prompt: str
-) -> None:
-    first = _continue(params, tokenizer, prompt, 16).split("\n")[0]
+def test_an_open_body_is_continued_one_level_deeper(engine: NativeEngine, tokenizer: Tokenizer, prompt: str) -> None:
+    first = _continue(engine, tokenizer, prompt, 16).split("\n")[0]
     assert _indent(first) == _indent(prompt.rstrip("\n").split("\n")[-1]) + 4
     assert first.strip()
 
 
 @pytest.mark.parametrize("prompt", ["for i in range(10):\n", "if x > 0:\n", "while True:\n", "if x > 0:"])
-def test_a_bare_open_line_gets_an_indented_body(
-    tokenizer: Tokenizer, params: dict[str, torch.Tensor], prompt: str
-) -> None:
-    first = _continue(params, tokenizer, prompt, 16).lstrip("\n").split("\n")[0]
+def test_a_bare_open_line_gets_an_indented_body(engine: NativeEngine, tokenizer: Tokenizer, prompt: str) -> None:
+    first = _continue(engine, tokenizer, prompt, 16).lstrip("\n").split("\n")[0]
     assert _indent(first) >= 4
     assert _indent(first) % 4 == 0
     assert first.strip()
@@ -115,9 +130,9 @@ def _indent(line: str) -> int:
 @pytest.mark.parametrize("name", ["len", "os.path.join", "sorted", "json.dumps", "math.sqrt", "random.choice"])
 @pytest.mark.parametrize("thinking", [False, True])
 def test_a_question_about_the_library_gets_whole_sentences(
-    tokenizer: Tokenizer, params: dict[str, torch.Tensor], name: str, thinking: bool
+    engine: NativeEngine, tokenizer: Tokenizer, name: str, thinking: bool
 ) -> None:
-    answer = _continue(params, tokenizer, chat_prompt(f"What does {name} do?", thinking), 200, special=True)
+    answer = _continue(engine, tokenizer, chat_prompt(f"What does {name} do?", thinking), 200, special=True)
     if thinking:
         thought, closed, answer = answer.partition("</think>")
         assert closed

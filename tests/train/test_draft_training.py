@@ -32,7 +32,7 @@ from ling_local.train.shape import demo_config
 from ling_local.types import TokenRequest
 
 SHAPE = DraftShape(heads=2, head_dim=16, mlp=48, rank=16)
-PLAN = DraftPlan(steps=70, rows=6, anchors=16, rate=2e-2, warmup=10, seed=2)
+PLAN = DraftPlan(steps=50, rows=6, anchors=16, rate=2e-2, warmup=10, seed=2)
 TEXT = draft_run.TextPlan(waves=1, rows=64, length=112)
 
 
@@ -123,8 +123,8 @@ def test_a_trained_draft_accepts_more_than_a_new_one_in_the_engine(
         copy = linked(folder, tmp_path / name)
         export_draft(params, job.data, job.target.config, copy / "dspark")
         emitted = steps = 0
-        for tokens, first, _ in zip(*(part[:4] for part in traces["heldout_code"]), strict=True):
-            made = engine_steps(copy, tuple(tokens[:first].tolist()), 48, monkeypatch)
+        for tokens, first, _ in zip(*(part[:3] for part in traces["heldout_code"]), strict=True):
+            made = engine_steps(copy, tuple(tokens[:first].tolist()), 40, monkeypatch)
             emitted, steps = emitted + sum(len(step.ids) for step in made), steps + len(made)
         lengths[name] = emitted / steps
     assert lengths["new"] < 1.5
@@ -190,6 +190,10 @@ class NoHostReads(TorchDispatchMode):
 
     BANNED = ("_local_scalar_dense", "nonzero", "masked_select", "equal.default", "unique")
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, which takes seconds
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
         indices = args[1] if name.startswith("aten.index") and isinstance(args[1], list | tuple) else ()
@@ -204,12 +208,13 @@ def test_steps_of_training_and_sampling_can_be_captured(target: Target, prompts:
     job = draft_run.plan_job(target, replace(SHAPE, markov=markov), -1, Path(), lambda line: None)
     step = new_step(job, text, replace(PLAN, rows=3, anchors=4))
     step.run(0, 0.0)
-    sampler = Sampler(target, prompts, rows=4, length=100)
-    sampler.run(0, torch.tensor([0.0, 0.5, 1.0, 1.0]), torch.arange(4), stop=lambda: True)
+    sampler = Sampler(target, prompts, rows=4, length=12)
+    sampler.run(0, torch.tensor([0.0, 0.5, 1.0, 1.0]), torch.arange(4))
+    sampler.at.zero_()
     with NoHostReads():
         step._body()
         with torch.no_grad():
-            sampler._step(100)
+            sampler._step(12)
     with pytest.raises(AssertionError, match="reads a device value"), NoHostReads():
         step.rate.item()
 
@@ -284,7 +289,7 @@ def test_taps_are_spread_and_spare_the_last_layer() -> None:
 
 def test_a_report_calibrates_and_the_engine_reads_it(job, trained, prompts, folder: Path, tmp_path: Path) -> None:
     export_draft(trained, job.data, job.target.config, tmp_path)
-    result = draft_run.report(job.target, prompts, tmp_path, 10, 48, lambda line: None)
+    result = draft_run.report(job.target, prompts, tmp_path, 6, 24, lambda line: None)
     assert set(result["accept"]) == {"heldout_code", "heldout_chat"}
     assert json.loads((tmp_path / "eval.json").read_text())["calibration"] == json.loads(
         (tmp_path / "confidence_calibration.json").read_text()
@@ -337,9 +342,9 @@ def test_prompts_travel_in_a_file_and_conversations_go_through_the_template(
 
 
 def test_text_mixes_temperatures_and_is_the_same_for_a_seed(target: Target, prompts: Prompts, text: Rows) -> None:
-    plan = replace(TEXT, rows=16, waves=2, length=64)
+    plan = replace(TEXT, rows=8, waves=2, length=40)
     made = draft_run.make_text(target, prompts.trained(), plan, 0.0, lambda line: None)
-    assert made.tokens.shape == (32, 64)
+    assert made.tokens.shape == (16, 40)
     assert torch.equal(made.tokens, draft_run.make_text(target, prompts.trained(), plan, 0.0, lambda line: None).tokens)
     assert {round(float(t), 1) for t in text.temperature} == {0.0, 0.6, 1.0}
     assert 0.3 < float(text.answered.float().mean()) < 0.9
@@ -347,22 +352,25 @@ def test_text_mixes_temperatures_and_is_the_same_for_a_seed(target: Target, prom
 
 def test_a_trace_is_the_answer_to_its_own_prompt_alone(target: Target, prompts: Prompts) -> None:
     chats = prompts.heldout()["heldout_chat"]
-    found = trace(target, chats, 60)
+    found = trace(target, chats, 32)
     for row, (tokens, first, end) in enumerate(zip(*found, strict=True)):
         start = chats.starts[row] + 1
         assert tokens[:first].tolist() == chats.tokens[start : start + first].tolist()
         answer = tokens[first:end].tolist()
-        assert 0 < len(answer) <= 60
-        assert answer[-1] in target.stop_ids or len(answer) == 60
+        assert 0 < len(answer) <= 32
+        assert answer[-1] in target.stop_ids or len(answer) == 32
         assert not set(answer[:-1]) & set(target.stop_ids)
 
 
 SMALL = ["--rows", "3", "--anchors", "4", "--waves", "1", "--text-rows", "8", "--length", "48", "--device", "cpu"]
 
 
-def test_one_command_makes_a_draft_that_the_engine_loads(folder: Path, corpus: Path, tmp_path: Path) -> None:
+def test_one_command_makes_a_draft_that_the_engine_loads(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from typer.testing import CliRunner
 
+    monkeypatch.setattr(draft_run, "FIGURES", (3, 8))
     model = linked(folder, tmp_path / "model")
     packed = tmp_path / "prompts.npz"
     runner = CliRunner()
@@ -377,15 +385,29 @@ def test_one_command_makes_a_draft_that_the_engine_loads(folder: Path, corpus: P
     assert NativeEngine.load(model, draft="auto").info.block == 5
     shown = runner.invoke(
         app,
-        ["draft-eval", *common, "--corpus", str(packed), "--out", str(model / "dspark"), "--device", "cpu"],
+        [
+            "draft-eval",
+            *common,
+            "--corpus",
+            str(packed),
+            "--out",
+            str(model / "dspark"),
+            "--device",
+            "cpu",
+            "--answer",
+            "8",
+        ],
         catch_exceptions=False,
     )
     assert json.loads(shown.stdout)["accept"]["heldout_code"]["prompts"] == 3
 
 
-def test_the_ablation_compares_equal_steps_on_equal_text(folder: Path, corpus: Path, tmp_path: Path) -> None:
+def test_the_ablation_compares_equal_steps_on_equal_text(
+    folder: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from typer.testing import CliRunner
 
+    monkeypatch.setattr(draft_run, "FIGURES", (3, 8))
     flags = ["--target", str(folder), "--corpus", str(corpus), "--run", str(tmp_path), "--steps", "3", *SMALL]
     result = CliRunner().invoke(
         app, ["draft-ablation", *flags, "--count", "40", "--heldout", "3"], catch_exceptions=False

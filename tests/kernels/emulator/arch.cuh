@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstring>
 #include <ctime>
-#include <functional>
 
 typedef unsigned char u8;
 typedef unsigned short u16;

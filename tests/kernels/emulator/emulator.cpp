@@ -6,15 +6,23 @@
 #include <sched.h>
 #include <string>
 #include <sys/mman.h>
-#include <tuple>
-#include <type_traits>
 #include <ucontext.h>
-#include <utility>
 #include <vector>
 
 namespace emulator {
 
-constexpr size_t STACK = 256 * 1024, PAGE = 4096;
+constexpr size_t STACK = 64 * 1024, PAGE = 4096;
+
+// Fibers change places millions of times: the compiler's own jump keeps nothing but stack and place.
+#ifdef __clang__
+typedef jmp_buf Place;
+#define MARK(place) _setjmp(place)
+[[noreturn]] static void jump(Place& to) { _longjmp(to, 1); }
+#else
+typedef void* Place[5];
+#define MARK(place) __builtin_setjmp(place)
+[[noreturn]] __attribute__((noinline)) static void jump(Place& to) { __builtin_longjmp(to, 1); }
+#endif
 
 // Where a barrier leaves the choice: threads in turn, the last one first, or each warp as far as it gets.
 enum Order : u32 { IN_TURN, BACKWARDS, WARP_BY_WARP };
@@ -34,7 +42,7 @@ struct Copy {
 struct Fiber {
   Thread thread;
   ucontext_t context;
-  jmp_buf at;
+  Place at;
   bool started, done;
   const u32* counter;  // it waits until this has passed `passed`; null: for nothing
   u32 passed, groups;
@@ -52,7 +60,7 @@ static const Region* regions;
 static int num_regions;
 static void (*body)(void**);
 static void** arguments;
-static jmp_buf home;
+static Place home;
 static sigjmp_buf failed;
 static std::string reason;
 static u32 order, current, start, turn, living, barrier_arrived, barrier_done, wait_arrived;
@@ -88,7 +96,7 @@ void check_known(const void* from, u32 bytes) {
 }
 
 static void pause() {
-  if (_setjmp(fibers[current].at) == 0) _longjmp(home, 1);
+  if (MARK(fibers[current].at) == 0) jump(home);
 }
 
 // Threads that wait are not resumed in vain.
@@ -108,7 +116,7 @@ void look_again() {
 void meet(u32 mask) {
   Warp* warp = self->warp;
   const u32 mine = self->meetings++;
-  if (++warp->arrived == u32(__builtin_popcount(mask))) {
+  if (++warp->arrived == (mask == ALL ? u32(WARP) : u32(__builtin_popcount(mask)))) {
     warp->arrived = 0;
     warp->finished = mine + 1;
     ++progress;
@@ -189,8 +197,8 @@ static void resume(u32 thread) {
   fiber.counter = nullptr;
   current = thread;
   self = &fiber.thread;
-  if (_setjmp(home) == 0) {
-    if (fibers[current].started) _longjmp(fibers[current].at, 1);
+  if (MARK(home) == 0) {
+    if (fibers[current].started) jump(fibers[current].at);
     fibers[current].started = true;
     setcontext(&fibers[current].context);
   }
@@ -232,21 +240,6 @@ static void run_block() {
     }
     if (progress == before) fail("threads wait for each other");
   }
-}
-
-template <class... A, size_t... I>
-void apply(void (*kernel)(A...), void** from, std::index_sequence<I...>) {
-  kernel(*static_cast<std::remove_cv_t<A>*>(from[I])...);
-}
-template <class... A>
-void apply(void (*kernel)(A...), void** from) {
-  apply(kernel, from, std::index_sequence_for<A...>{});
-}
-
-// One letter an argument: pointer, 32-bit integer, 64-bit integer, fp32.
-template <class... A>
-std::string kinds(void (*)(A...)) {
-  return std::string{(std::is_pointer_v<A> ? 'p' : std::is_floating_point_v<A> ? 'f' : sizeof(A) == 8 ? 'l' : 'i')...};
 }
 
 }  // namespace emulator
@@ -311,10 +304,3 @@ extern "C" const char* emulator_launch(
   }
   return reason.empty() ? nullptr : reason.c_str();
 }
-
-#define EMULATED(NAME)                                                            \
-  extern "C" void run_##NAME(void** from) { emulator::apply(NAME, from); }        \
-  extern "C" const char* kinds_##NAME() {                                         \
-    static const std::string kinds = emulator::kinds(NAME);                       \
-    return kinds.c_str();                                                         \
-  }
