@@ -148,11 +148,9 @@ def test_two_ctrl_c_in_a_row_do_no_harm(talk, gap_s: float) -> None:
     time.sleep(gap_s)
     child.sendintr()
     child.expect_exact(PROMPT)
+    time.sleep(1)  # the second may come at the prompt, and would take a line away
     child.sendline("and now?")
-    if child.expect_exact([b"next answer", b"leaves"]) == 1:  # the second came at the prompt, and took the line away
-        child.expect_exact(PROMPT)
-        child.sendline("and now?")
-        child.expect_exact(b"next answer")
+    child.expect_exact(b"next answer")
     child.expect_exact(PROMPT)
     assert leave(child) == 0
 
