@@ -35,28 +35,6 @@ def test_every_source_compiles_for_every_architecture(compiled: Compiled, unit: 
     )
 
 
-def host_only(source: str) -> list[str]:
-    """Heads of constexpr functions without __device__, which NVRTC 13.0 refuses to call and later ones do not."""
-    code = re.sub(r"//.*|/\*.*?\*/", "", source)
-    heads = re.findall(r"[^;{}#]*(?<!if )\bconstexpr\b[^=;{}()]*\w\s*\(", code)
-    return [" ".join(head.split()) for head in heads if "__device__" not in head]
-
-
-def test_every_constexpr_function_is_one_for_the_device() -> None:
-    for text in (
-        "constexpr int f(int x) {",
-        "template <int N>\nconstexpr int f(int x) {",
-        "static constexpr\nbool f() {",
-    ):
-        assert len(host_only(f"int a;\n{text}")) == 1
-    for text in ("__device__ constexpr int f(int x) {", "constexpr __device__ int f(", "if constexpr (A) {"):
-        assert not host_only(f"int a;\n{text}")
-    assert not host_only("constexpr int A = f(1), B = (2); constexpr int C{3};")
-    sources = sorted(compiling.SOURCES.glob("*.cu*"))
-    assert sources
-    assert not {path.name: found for path in sources if (found := host_only(path.read_text()))}
-
-
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "sources"
