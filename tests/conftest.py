@@ -13,6 +13,7 @@ import pytest
 
 # Files that take longest: with several workers they begin first.
 LONG = (
+    "test_ranks",
     "test_emulated_mixers",
     "test_compile",
     "test_emulated_exchange",

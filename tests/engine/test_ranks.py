@@ -131,7 +131,12 @@ def test_two_ranks_say_what_one_does(alone: NativeEngine, pair: list[NativeEngin
 
 
 def test_two_ranks_over_a_long_text_with_drafts(alone: NativeEngine, pair: list[NativeEngine]) -> None:
-    """Two chunks of a prompt, and an answer that passes a piece of the attention."""
+    got = ids_of(pair[0], PROMPT, 2000, True, GREEDY)
+    assert_same_up_to_a_near_tie(got, ids_of(alone, PROMPT, 2000, True, GREEDY), alone, PROMPT)
+
+
+def test_two_ranks_after_two_chunks_of_a_prompt(alone: NativeEngine, pair: list[NativeEngine]) -> None:
+    """And an answer that passes a piece of the attention."""
     prompt = tuple((37 * i * i + 11) % 4000 for i in range(2 * CHUNK - 20))
     got = ids_of(pair[0], prompt, 40, True, GREEDY)
     assert_same_up_to_a_near_tie(got, ids_of(alone, prompt, 40, True, GREEDY), alone, prompt)
