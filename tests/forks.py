@@ -20,12 +20,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import fork_client
@@ -37,7 +36,6 @@ BEHIND = ("engine.worker", "engine.native", "engine.scripted")
 # of huggingface_hub, where they are there
 BENEATH = ("httpx2", "httpx", "fsspec", "filelock", "yaml", "tqdm.auto", "uvicorn")
 LATE = ("huggingface_hub",)  # a run may import it, as it finds it in its environment
-_POLL_S = 0.005
 
 
 @dataclass(slots=True)
@@ -114,14 +112,16 @@ def _read(descriptor: int) -> bytes:
         return pipe.read()
 
 
-class SentWorker:
-    """An engine's process for a front in the process that runs tests, where torch has threads that no fork would have:
-    the template forks it. What ranks.py asks of a Popen."""
+class ForkedWorker:
+    """An engine's process that the template at `address` forks: what ranks.py asks of a Popen.
 
-    def __init__(self, theirs: socket.socket, pass_fds: Sequence[int]) -> None:
+    Not the front itself, in which torch or others may have threads that no fork would have.
+    """
+
+    def __init__(self, address: str, theirs: socket.socket, pass_fds: Sequence[int]) -> None:
         out, to_out = os.pipe()
         given = (to_out, theirs.fileno(), *pass_fds)
-        self._run = fork_client.begin(forks().address, (), os.environ, os.getcwd(), given, given)
+        self._run = fork_client.begin(address, (), os.environ, os.getcwd(), given, given)
         os.close(to_out)
         self.stdout: io.BufferedReader = os.fdopen(out, "rb")
         self.pid = fork_client.end(self._run) or 0
@@ -152,7 +152,7 @@ def forked_workers() -> Iterator[None]:
     """Inside, engines of this process have theirs from the template."""
     from ling_local.engine import ranks
 
-    start, ranks._start = ranks._start, SentWorker  # type: ignore[assignment]
+    start, ranks._start = ranks._start, partial(ForkedWorker, forks().address)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -186,11 +186,11 @@ def serve(address: str, life: int) -> None:
     while True:
         run, _ = listener.accept()
         if os.fork() == 0:
-            _look_after(run)
+            _look_after(run, address)
         run.close()
 
 
-def _look_after(run: socket.socket) -> None:
+def _look_after(run: socket.socket, address: str) -> None:
     """Fork a run, hand signals to it and its exit code back. Ends this process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     args, env, cwd, numbers, given = fork_client.receive(run)
@@ -200,7 +200,7 @@ def _look_after(run: socket.socket) -> None:
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(env)
-        _become_worker(*_numbered(given, numbers)) if numbers else _become(args, given)
+        _become_worker(*_numbered(given, numbers)) if numbers else _become(address, args, given)
     for descriptor in given:
         os.close(descriptor)
     if numbers:
@@ -228,7 +228,7 @@ def _numbered(given: list[int], numbers: list[int]) -> list[int]:
     return numbers
 
 
-def _become(args: list[str], streams: list[int]) -> None:
+def _become(address: str, args: list[str], streams: list[int]) -> None:
     from ling_local.cli.main import main
     from ling_local.engine import ranks
 
@@ -237,39 +237,8 @@ def _become(args: list[str], streams: list[int]) -> None:
         os.close(stream)
     sys.argv = ["ling", *args]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    ranks._start = ForkedWorker  # type: ignore[assignment]
+    ranks._start = partial(ForkedWorker, address)  # type: ignore[assignment]
     _end_after(main)
-
-
-class ForkedWorker:
-    """The engine's process, forked instead of started anew: what ranks.py asks of a Popen."""
-
-    def __init__(self, theirs: socket.socket, pass_fds: Sequence[int]) -> None:
-        out, to_out = os.pipe()
-        self.returncode: int | None = None
-        self._lock = threading.Lock()
-        gc.freeze()  # no file of the front's is closed there by chance, when its number is another file's
-        self.pid = os.fork()
-        if self.pid == 0:
-            _become_worker(to_out, theirs.fileno(), *pass_fds)
-        os.close(to_out)
-        self.stdout: io.BufferedReader = os.fdopen(out, "rb")
-
-    def wait(self, timeout: float | None = None) -> int:
-        end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            with self._lock:  # two threads may wait, and only one is told
-                if self.returncode is None and (found := os.waitpid(self.pid, os.WNOHANG))[0]:
-                    self.returncode = os.waitstatus_to_exitcode(found[1])
-                if self.returncode is not None:
-                    return self.returncode
-            if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired("worker", timeout or 0)
-            time.sleep(_POLL_S)
-
-    def kill(self) -> None:
-        if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
 
 
 def _become_worker(to_out: int, fd: int, *pass_fds: int) -> None:
