@@ -156,10 +156,11 @@ def main() -> None:
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--late-norm", action="store_true", help="exchange_norm waits before it lets the next one in")
+    parser.add_argument("--split-queries", action="store_true", help="MLA's low-rank queries by two kernels")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
-    ops.early_norm = not args.late_norm
+    ops.early_norm, ops.split_queries = not args.late_norm, args.split_queries
     config = dummy.shard_of(dummy.MODELS[args.model], args.shard)
     if args.layers:
         config = replace(config, num_layers=args.layers)
