@@ -117,6 +117,27 @@ def test_a_wide_router_is_shared_by_two_blocks(device: SettledDevice, width: int
 
 
 @pytest.mark.parametrize(
+    ("width", "gate_fp32"), [(8, False), (264, True), (1544, False), (2080, False), (704, True), (4096, False)]
+)
+def test_a_router_that_norms_leaves_the_same_bits(device: SettledDevice, width: int, gate_fp32: bool) -> None:
+    place = Place(DenseOps(device, gate_fp32), "cpu", device.constant)
+    norming = DenseOps(device, gate_fp32, norm_in_router=True)
+    device.launched.clear()
+    checks.check_a_router_norms(place, checks.moe_params(place, 24, width, 8, 4, 1), norming)
+    assert device.launched.count("exchange_norm") == device.launched.count("router_normed") == 3
+
+
+def test_what_a_router_does_not_norm(device: SettledDevice) -> None:
+    """Rows that are too wide for its threads, more rows than one, and one that is not its own."""
+    place = Place(DenseOps(device, norm_in_router=True), "cpu", device.constant)
+    for width, rows, routed in ((4104, 1, True), (48, 2, True), (48, 1, False)):
+        x, weight = place.rand(ROW_TILE, width, seed=1), place.weight(width, seed=2)
+        place.ops.exchange_norm(x, x, weight, 1e-6, rows, routed)
+        assert device.launched.pop() == "exchange_norm"
+        assert place.ops.unnormed is None
+
+
+@pytest.mark.parametrize(
     ("width", "inner", "shared", "limit"),
     [(48, 24, 24, 0.0), (48, 48, 88, 1.0), (48, 136, 16, 0.0), (384, 40, 24, 1.0)],
 )
@@ -168,8 +189,8 @@ def test_a_row_has_its_bits_to_itself(place: Place, width: int) -> None:
 
 
 def all_results(machine: SettledDevice) -> list[torch.Tensor]:
-    """What every kernel of this file leaves, for 11 rows."""
-    place, rows = Place(DenseOps(machine), "cpu", machine.constant), 11
+    """What every kernel of this file leaves, for 11 rows, and what a router does that norms one."""
+    place, rows = Place(DenseOps(machine, norm_in_router=True), "cpu", machine.constant), 11
     params = checks.moe_params(place, 64, 384, 40, 8, 8)
     place.constant(place.ops._gate(params.gate))
     x, norm, weight = place.rand(ROW_TILE, 384, seed=40), place.weight(384, seed=41), place.weight(300, 384, seed=42)
@@ -181,7 +202,10 @@ def all_results(machine: SettledDevice) -> list[torch.Tensor]:
     projected, logits = place.ops.linear(h, weight, rows), place.ops.head(h, weight, rows)
     _, values, ids, _ = place.ops.candidates
     rowwise = (total, h, routing.experts, routing.weights, out, mlp, projected, logits)
-    return [*(t[:rows] for t in rowwise), values[:, :rows], ids[:, :rows]]
+    one, normed = place.ops.exchange_norm(x, x, norm, 1e-6, 1, routed=True)
+    first = place.ops.route(normed, params, 1)
+    alone = (one, normed, first.experts, first.weights)
+    return [*(t[:rows] for t in rowwise), values[:, :rows], ids[:, :rows], *(t[:1] for t in alone)]
 
 
 @pytest.mark.parametrize("order", ORDERS[1:])

@@ -82,6 +82,9 @@ def test_logits_are_the_references_and_do_not_depend_on_the_window(folder: Path,
     alone = engine.score(IDS, window=1)
     want = NativeEngine.load(folder, dtype="bfloat16").score(IDS, window=1)
     assert_near(alone, want, "logits", 3e-2)  # two layers of bf16, rounded in other places
+    engine.ops.norm_in_router = True
+    assert_bits(engine.score(IDS, window=1), alone, "logits with a router that norms")
+    assert "router_normed" in device.launched
     assert_bits(engine.score(IDS, window=4), alone, "logits in windows of 4")
     assert_bits(engine.score(IDS, window=9), alone, "logits in a window of 9")
     longer = (*IDS, *IDS, *IDS)

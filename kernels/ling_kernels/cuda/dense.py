@@ -13,6 +13,7 @@ from ling_kernels.cuda.prefill import prefill_experts, prefill_mlp
 from ling_kernels.cuda.tiles import (
     CHUNK,
     DEPTH,
+    MAX_WARPS,
     PART_WARPS,
     down_shape,
     part_width,
@@ -31,6 +32,7 @@ MAX_SLOTS = ROW_TILE * MAX_CHOSEN + 1
 PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS = 4, 4 + MAX_SLOTS, 4 + 2 * MAX_SLOTS + 2
 PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
+ROUTER_WIDTH = MAX_WARPS * 256  # of one that a router's blocks norm, eight values a thread
 DOWN_AHEAD = (9, 8), (10, 6, 5)  # slots that the forms of experts_down ask for at once, for up to 8 and 16 tokens
 MAX_HEADS = 64  # whose norms one projection can apply
 ASKED_PIECE, ASKERS = 16384, 8  # bytes that a thread of route_select asks for, such threads of a block: as in route.cu
@@ -42,6 +44,13 @@ class Gated(NamedTuple):
     o: Tensor
     sums: Tensor
     eps: float
+
+
+class Unnormed(NamedTuple):
+    """A row that the router is to sum and norm: h, which is not there yet, and the arguments of that."""
+
+    h: Tensor
+    args: list[Argument]
 
 
 class Candidates(NamedTuple):
@@ -56,16 +65,21 @@ class Candidates(NamedTuple):
 
 class DenseOps:
     """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16; prefetch: ask
-    for the shared expert's weights while the router selects. early_norm, for measurements, without effect on any bit:
-    exchange_norm lets the next kernel start before it waits itself."""
+    for the shared expert's weights while the router selects; norm_in_router: at one row the router's kernel does the
+    exchange_norm before it. early_norm, for measurements, without effect on any bit: exchange_norm lets the next kernel
+    start before it waits itself."""
 
     early_norm = True
 
-    def __init__(self, device: Device, gate_fp32: bool = False, prefetch: bool = True) -> None:
+    def __init__(
+        self, device: Device, gate_fp32: bool = False, prefetch: bool = True, norm_in_router: bool = False
+    ) -> None:
         self.device = device
         self.gate_fp32 = gate_fp32
         self.prefetch = prefetch
+        self.norm_in_router = norm_in_router
         self.gated: Gated | None = None
+        self.unnormed: Unnormed | None = None
         self.candidates: Candidates | None = None
         self._gates: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -76,12 +90,22 @@ class DenseOps:
         return x
 
     def exchange_norm(
-        self, partial: Tensor | None, x: Tensor, weight: Tensor, eps: float, rows: int | None = None
+        self,
+        partial: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        rows: int | None = None,
+        routed: bool = False,
     ) -> tuple[Tensor, Tensor]:
         width = _width("hidden size", x.shape[1], MAX_WIDTH)
         total, h = (x if partial is None else torch.empty_like(x)), torch.empty_like(x)
-        args = [*parts_of(partial), x, weight, total, h, width, float(eps), int(self.early_norm)]
-        self.device.launch("exchange_norm", x.shape[0] if rows is None else rows, _threads(width), args)
+        args = [*parts_of(partial), x, weight, total, h]
+        by_router = self.norm_in_router and routed and rows == 1 and partial is not None and width <= ROUTER_WIDTH
+        self.unnormed = Unnormed(h, [*args, float(eps)]) if by_router else None
+        if not by_router:
+            args += [width, float(eps), int(self.early_norm)]
+            self.device.launch("exchange_norm", x.shape[0] if rows is None else rows, _threads(width), args)
         return total, h
 
     def linear(self, h: Tensor, weight: Tensor, rows: int | None = None, out: Tensor | None = None) -> Tensor:
@@ -157,9 +181,15 @@ class DenseOps:
         _width("hidden size", width)
         parts, warps = router_parts(gate.shape[1])
         logits = torch.empty(parts, ROW_TILE, count, dtype=torch.float32, device=h.device)
-        args = [h, gate, logits, rows, count, width, gate.shape[1], params.bias, 4 * count]
+        shapes = [count, width, gate.shape[1], params.bias, 4 * count]
         grid, shared_bytes = (-(-count // 16), parts), sums_bytes(warps, rows, 1)
-        self.device.launch(_named("router", rows), grid, warps * 32, args, shared_bytes)
+        unnormed, self.unnormed = self.unnormed, None
+        if unnormed is not None and unnormed.h is h:
+            args, row_bytes = [*unnormed.args, gate, logits, *shapes], 2 * (width + 8)
+            self.device.launch("router_normed", grid, warps * 32, args, shared_bytes + row_bytes)
+        else:
+            args = [h, gate, logits, rows, *shapes]
+            self.device.launch(_named("router", rows), grid, warps * 32, args, shared_bytes)
         return self._select(logits, params, rows)
 
     def _select(self, logits: Tensor, params: MoeParams, rows: int) -> Routing:

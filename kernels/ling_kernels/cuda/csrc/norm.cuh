@@ -2,12 +2,12 @@
 #pragma once
 #include "arch.cuh"
 
-// Sum over the threads of a block of full warps, by warp and then in the order of the warps; all threads get it.
-__device__ __forceinline__ float block_sum(float x, float* warps) {
+// Sum over the threads of the first `count` warps of a block, by warp and then in the order of the warps; all threads of
+// the block, which has full warps, get it.
+__device__ __forceinline__ float block_sum(float x, float* warps, int count) {
   x = warp_sum(x);
   if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = x;
   __syncthreads();
-  const int count = blockDim.x / WARP;
   float total = 0.0f;
   for (int first = 0; first < count; first += 8) {
     float some[8];  // read together, added in order
@@ -28,6 +28,31 @@ __device__ __forceinline__ void unpack(float (&to)[8], const uint4& from) {
 __device__ __forceinline__ uint4 pack(const float (&from)[8]) {
   return make_uint4(pack_bf16(from[0], from[1]), pack_bf16(from[2], from[3]), pack_bf16(from[4], from[5]),
                     pack_bf16(from[6], from[7]));
+}
+
+// RMSNorm(row) · weight of a row of which each thread has eight values, zeros from the width on: its bits follow from the
+// width alone, whatever other threads the block has. each: 1 / width. warps: a word of shared memory for each warp, of
+// which `count` have a part of the row.
+__device__ __forceinline__ uint4 normed(
+    float (&value)[8], const uint4& weight, float each, float eps, float* warps, int count) {
+  float squares = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) squares += value[i] * value[i];
+  const float factor = rsqrtf(block_sum(squares, warps, count) * each + eps);
+  float scale[8];
+  unpack(scale, weight);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) value[i] *= factor * scale[i];
+  return pack(value);
+}
+
+// The residual stream where `add` comes to `value`, which becomes what the stream then holds: rounded.
+__device__ __forceinline__ uint4 added(float (&value)[8], const float (&add)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) value[i] += add[i];
+  const uint4 rounded = pack(value);
+  unpack(value, rounded);
+  return rounded;
 }
 
 // What is added to the residual stream: bf16 [rows, width] where parts is 0, or fp32 parts, `pitch` values from one to the
