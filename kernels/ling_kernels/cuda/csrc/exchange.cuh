@@ -107,7 +107,7 @@ __device__ __forceinline__ void add_and_norm(float (&value)[8], bool inside, i64
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) squares += inside ? value[i] * value[i] : 0.0f;
-  const float factor = rsqrtf(block_sum(squares, warps, blockDim.x / WARP) * (1.0f / float(width)) + eps);
+  const float factor = rsqrtf(block_sum(squares, warps) * (1.0f / float(width)) + eps);
   float scale[8];
   unpack(scale, w);
 #pragma unroll

@@ -27,7 +27,7 @@ __device__ __forceinline__ void exchange_norm_row(
     const uint4 total = added(value, add);
     if (inside) *reinterpret_cast<uint4*>(x_out + base) = total;
   }
-  const uint4 out = normed(value, w, each, eps, warps, blockDim.x / WARP);
+  const uint4 out = normed(value, w, each, eps, warps);
   if (inside) *reinterpret_cast<uint4*>(h + base) = out;
 }
 

@@ -2,12 +2,13 @@
 #pragma once
 #include "arch.cuh"
 
-// Sum over the threads of the first `count` warps of a block, by warp and then in the order of the warps; all threads of
-// the block, which has full warps, get it.
-__device__ __forceinline__ float block_sum(float x, float* warps, int count) {
+// Sum over the threads of a block of full warps, by warp and then in the order of the warps; all threads get it. count: of
+// the first so many warps, where the others have zeros; 0: of all.
+__device__ __forceinline__ float block_sum(float x, float* warps, int count = 0) {
   x = warp_sum(x);
   if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = x;
   __syncthreads();
+  if (count == 0) count = blockDim.x / WARP;
   float total = 0.0f;
   for (int first = 0; first < count; first += 8) {
     float some[8];  // read together, added in order
@@ -32,9 +33,9 @@ __device__ __forceinline__ uint4 pack(const float (&from)[8]) {
 
 // RMSNorm(row) · weight of a row of which each thread has eight values, zeros from the width on: its bits follow from the
 // width alone, whatever other threads the block has. each: 1 / width. warps: a word of shared memory for each warp, of
-// which `count` have a part of the row.
+// which `count` have a part of the row (0: all).
 __device__ __forceinline__ uint4 normed(
-    float (&value)[8], const uint4& weight, float each, float eps, float* warps, int count) {
+    float (&value)[8], const uint4& weight, float each, float eps, float* warps, int count = 0) {
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) squares += value[i] * value[i];
