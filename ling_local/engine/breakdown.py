@@ -119,7 +119,7 @@ def op_bytes(call: Call, context: int) -> float:
         case "embed":
             return 2 * size * call.result.numel()
         case "exchange_norm":
-            _, x, weight, _, rows = args[:5]
+            _, x, weight, _, rows = args
             return size * (4 * (rows or x.shape[0]) * x.shape[1] + weight.numel())
         case "linear" | "linear_partial" | "head":
             h, weight = args[:2]

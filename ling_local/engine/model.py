@@ -41,7 +41,7 @@ def forward(
     kda = mla = 0
     partial, x = None, ops.embed(ids, weights.embedding)
     for number, layer in enumerate(weights.layers):
-        x, h = ops.exchange_norm(partial, x, layer.attention_norm, eps, rows)
+        x, h = ops.exchange_norm(partial, x, layer.attention_norm, eps, rows, lazy=True)
         if number - 1 in tapped:
             taps.append(x)
         proj = ops.linear(h, layer.attention.in_proj, rows)
@@ -82,7 +82,7 @@ def feed_forward(
 ) -> tuple[Tensor, Tensor]:
     """Norm, and dense MLP or experts, after attention's partial: the residual stream [R, D] and the next partial."""
     routed = isinstance(layer.mlp, MoeParams)
-    x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps, rows, routed)
+    x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps, rows, lazy=routed)
     if routed:
         return x, ops.experts(h, ops.route(h, layer.mlp, rows), layer.mlp, rows)
     return x, ops.mlp(h, layer.mlp, rows)

@@ -83,8 +83,8 @@ def test_router(place: Place, params: MoeParams, gate_fp32: bool) -> None:
         checks.check_route(replace(place, ops=ops), params, rows)
         checks.check_selection(replace(place, ops=ops), params, rows)
     checks.check_route_ties(replace(place, ops=ops), params)
-    norming = CudaOps(place.ops.device, gate_fp32=gate_fp32, norm_in_router=True)
-    checks.check_a_router_norms(replace(place, ops=ops), params, norming)
+    norming = CudaOps(place.ops.device, gate_fp32=gate_fp32, norm_in_router=True, norm_in_linear=True)
+    checks.check_norms_in_kernels_after(replace(place, ops=ops), params, 848, norming)
 
 
 def test_experts(place: Place, params: MoeParams) -> None:
@@ -103,7 +103,7 @@ def layer(ops: CudaOps, params: MoeParams, norm: Tensor, proj: Tensor, out: Tens
     def run(x: Tensor, rows: int) -> Tensor:
         x, h = ops.exchange_norm(None, x, norm, 1e-6, rows)
         partial = ops.linear_partial(ops.linear(h, proj, rows), out, rows)
-        x, h = ops.exchange_norm(partial, x, norm, 1e-6, rows, routed=True)
+        x, h = ops.exchange_norm(partial, x, norm, 1e-6, rows, lazy=True)
         partial = ops.experts(h, ops.route(h, params, rows), params, rows)
         x, h = ops.exchange_norm(partial, x, norm, 1e-6, rows)
         x, h = ops.exchange_norm(ops.mlp(h, params.shared, rows), x, norm, 1e-6, rows)
@@ -120,9 +120,9 @@ def chain(place: Place, params: MoeParams) -> tuple[Callable[[CudaOps], Callable
     return lambda ops: layer(ops, params, *tensors, vocabulary), place.rand(ROW_TILE, width, seed=5)
 
 
-@pytest.fixture(params=[False, True], ids=["norm before router", "norm in router"])
+@pytest.fixture(params=[False, True], ids=["norms alone", "norms in the kernels after"])
 def ops(cuda_ops: CudaOps, request: pytest.FixtureRequest) -> CudaOps:
-    return CudaOps(cuda_ops.device, norm_in_router=request.param)
+    return CudaOps(cuda_ops.device, norm_in_router=request.param, norm_in_linear=request.param)
 
 
 def test_a_row_has_its_bits_to_itself(ops: CudaOps, chain: tuple[Callable, Tensor]) -> None:

@@ -174,15 +174,12 @@ def test_a_graph_gives_the_bits_of_single_eager_rows(engine: NativeEngine, alone
     assert_bits(captured_score(engine, width), alone, f"captured logits at width {width}")
 
 
-def test_a_router_that_norms_gives_the_same_bits(
-    engine: NativeEngine, alone: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine.ops, "norm_in_router", True)
-    assert_bits(engine.score(IDS, window=1), alone, "logits")
-    assert_bits(captured_score(engine, 1), alone, "captured logits")
-    monkeypatch.undo()
+@pytest.mark.parametrize("form", ["norm_in_router", "norm_in_linear"])
+def test_norms_in_the_kernels_after_give_the_same_bits(engine: NativeEngine, alone: Tensor, form: str) -> None:
     norming = load()
-    norming.ops.norm_in_router = True
+    setattr(norming.ops, form, True)
+    assert_bits(norming.score(IDS, window=1), alone, "logits")
+    assert_bits(captured_score(norming, 1), alone, "captured logits")
     for prompt in PROMPTS[:3]:
         assert ids_of(run(norming, prompt, 100, drafts=False)) == ids_of(run(engine, prompt, 100, drafts=False))
     norming.close()

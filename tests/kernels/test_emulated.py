@@ -119,22 +119,34 @@ def test_a_wide_router_is_shared_by_two_blocks(device: SettledDevice, width: int
 @pytest.mark.parametrize(
     ("width", "gate_fp32"), [(8, False), (264, True), (1544, False), (2080, False), (704, True), (4096, False)]
 )
-def test_a_router_that_norms_leaves_the_same_bits(device: SettledDevice, width: int, gate_fp32: bool) -> None:
+def test_norms_in_the_kernels_after_leave_the_same_bits(device: SettledDevice, width: int, gate_fp32: bool) -> None:
     place = Place(DenseOps(device, gate_fp32), "cpu", device.constant)
-    norming = DenseOps(device, gate_fp32, norm_in_router=True)
+    norming = DenseOps(device, gate_fp32, norm_in_router=True, norm_in_linear=True)
     device.launched.clear()
-    checks.check_a_router_norms(place, checks.moe_params(place, 24, width, 8, 4, 1), norming)
-    assert device.launched.count("exchange_norm") == device.launched.count("router_normed") == 3
+    checks.check_norms_in_kernels_after(place, checks.moe_params(place, 24, width, 8, 4, 1), 40, norming)
+    count = device.launched.count
+    wide = width > 2048  # than what a projection's warps have on their way at once
+    assert (count("router_normed"), count("linear_normed")) == (3, 0 if wide else 3)
+    assert count("exchange_norm") == (9 if wide else 6)
 
 
-def test_what_a_router_does_not_norm(device: SettledDevice) -> None:
-    """Rows that are too wide for its threads, more rows than one, and one that is not its own."""
-    place = Place(DenseOps(device, norm_in_router=True), "cpu", device.constant)
-    for width, rows, routed in ((4104, 1, True), (48, 2, True), (48, 1, False)):
-        x, weight = place.rand(ROW_TILE, width, seed=1), place.weight(width, seed=2)
-        place.ops.exchange_norm(x, x, weight, 1e-6, rows, routed)
-        assert device.launched.pop() == "exchange_norm"
-        assert place.ops.unnormed is None
+def test_norms_that_no_kernel_after_can_do(device: SettledDevice) -> None:
+    """Of several rows, of rows that are read otherwise, too wide for a router's threads, before a long projection."""
+    place = Place(DenseOps(device, norm_in_router=True, norm_in_linear=True), "cpu", device.constant)
+    launched = device.launched
+    x, weight = place.rand(ROW_TILE, 48, seed=1), place.weight(48, seed=2)
+    for rows, lazy in ((2, True), (1, False)):
+        place.ops.exchange_norm(x, x, weight, 1e-6, rows, lazy)
+        assert launched.pop() == "exchange_norm"
+    _, h = place.ops.exchange_norm(x, x, weight, 1e-6, 1, lazy=True)
+    place.ops.linear(h, place.weight(16 * 4, 48, seed=3), 1)
+    assert launched[-2:] == ["exchange_norm", "linear_8"]
+    params = checks.moe_params(place, 8, 4104, 8, 2, 1)
+    place.constant(place.ops._gate(params.gate))
+    x, weight = place.rand(ROW_TILE, 4104, seed=4), place.weight(4104, seed=5)
+    _, h = place.ops.exchange_norm(x, x, weight, 1e-6, 1, lazy=True)
+    place.ops.route(h, params, 1)
+    assert launched[-3:] == ["exchange_norm", "router_8", "route_select"]
 
 
 @pytest.mark.parametrize(
@@ -189,8 +201,9 @@ def test_a_row_has_its_bits_to_itself(place: Place, width: int) -> None:
 
 
 def all_results(machine: SettledDevice) -> list[torch.Tensor]:
-    """What every kernel of this file leaves, for 11 rows, and what a router does that norms one."""
-    place, rows = Place(DenseOps(machine, norm_in_router=True), "cpu", machine.constant), 11
+    """What every kernel of this file leaves, for 11 rows, and what those do that norm one."""
+    ops = DenseOps(machine, norm_in_router=True, norm_in_linear=True)
+    place, rows = Place(ops, "cpu", machine.constant), 11
     params = checks.moe_params(place, 64, 384, 40, 8, 8)
     place.constant(place.ops._gate(params.gate))
     x, norm, weight = place.rand(ROW_TILE, 384, seed=40), place.weight(384, seed=41), place.weight(300, 384, seed=42)
@@ -202,9 +215,11 @@ def all_results(machine: SettledDevice) -> list[torch.Tensor]:
     projected, logits = place.ops.linear(h, weight, rows), place.ops.head(h, weight, rows)
     _, values, ids, _ = place.ops.candidates
     rowwise = (total, h, routing.experts, routing.weights, out, mlp, projected, logits)
-    one, normed = place.ops.exchange_norm(x, x, norm, 1e-6, 1, routed=True)
-    first = place.ops.route(normed, params, 1)
+    one, normed = ops.exchange_norm(x, x, norm, 1e-6, 1, lazy=True)
+    first = ops.route(normed, params, 1)
     alone = (one, normed, first.experts, first.weights)
+    one, normed = ops.exchange_norm(x, x, norm, 1e-6, 1, lazy=True)
+    alone = (*alone, one, normed, ops.linear(normed, weight[:16], 1))
     return [*(t[:rows] for t in rowwise), values[:, :rows], ids[:, :rows], *(t[:1] for t in alone)]
 
 

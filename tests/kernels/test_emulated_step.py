@@ -82,14 +82,28 @@ def test_logits_are_the_references_and_do_not_depend_on_the_window(folder: Path,
     alone = engine.score(IDS, window=1)
     want = NativeEngine.load(folder, dtype="bfloat16").score(IDS, window=1)
     assert_near(alone, want, "logits", 3e-2)  # two layers of bf16, rounded in other places
-    engine.ops.norm_in_router = True
-    assert_bits(engine.score(IDS, window=1), alone, "logits with a router that norms")
-    assert "router_normed" in device.launched
     assert_bits(engine.score(IDS, window=4), alone, "logits in windows of 4")
     assert_bits(engine.score(IDS, window=9), alone, "logits in a window of 9")
     longer = (*IDS, *IDS, *IDS)
     want = NativeEngine.load(folder, dtype="bfloat16").score(longer)
     assert_near(engine.score(longer), want, "logits by prefill", 3e-2)
+
+
+def test_norms_in_the_kernels_after_change_no_logit(
+    folder: Path, device: SettledDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # enough multiprocessors for all projections to be short ones
+    monkeypatch.setattr(device, "properties", dataclasses.replace(device.properties, num_sms=64))
+    engine = emulated(folder, device)
+    state, ids = engine.new_state, IDS[:3]
+    engine.new_state = lambda context: _declared(device, state(context))
+    want = engine.score(ids, window=1)
+    engine.ops.norm_in_router = engine.ops.norm_in_linear = True
+    device.launched.clear()
+    assert_bits(engine.score(ids, window=1), want, "logits")
+    count = device.launched.count
+    assert count("linear_normed") == count("router_normed") == len(ids)  # of the second layer
+    assert count("exchange_norm") == 3 * len(ids)  # of an embedding, before a dense MLP and before the head
 
 
 def _declared(device: SettledDevice, state: Any) -> Any:

@@ -71,11 +71,6 @@ def test_a_router_has_its_weights_on_their_way_at_once(width: int) -> None:
     assert each <= warps * tiles.DEPTH or (parts, warps) == (2, tiles.MAX_WARPS)
 
 
-@given(st.integers(1, dense.ROUTER_WIDTH // 8).map(lambda n: 8 * n), st.sampled_from([1, 3]))
-def test_a_router_that_norms_has_a_thread_for_every_eight_values(width: int, forms: int) -> None:
-    assert tiles.router_parts(forms * (-(-width // 32) * 32))[1] * 256 >= width
-
-
 def test_python_and_cuda_agree_on_constants() -> None:
     text = "".join(Path(path).read_text() for path in sorted(SOURCES.glob("*.cu*")))
 

@@ -59,7 +59,7 @@ class CudaRankOps(CudaOps):
         weight: Tensor,
         eps: float,
         rows: int | None = None,
-        routed: bool = False,
+        lazy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         if partial is None:
             return super().exchange_norm(None, x, weight, eps, rows)

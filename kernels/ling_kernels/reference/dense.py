@@ -49,7 +49,7 @@ def exchange_norm(
     weight: Tensor,
     eps: float,
     rows: int | None = None,
-    routed: bool = False,
+    lazy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if partial is not None:
         x = (x + partial).to(x.dtype)

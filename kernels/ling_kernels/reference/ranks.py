@@ -39,7 +39,7 @@ class RankOps(ReferenceOps):
         weight: Tensor,
         eps: float,
         rows: int | None = None,
-        routed: bool = False,
+        lazy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         return dense.exchange_norm(None if partial is None else self._sum(partial), x, weight, eps, rows)
 

@@ -89,3 +89,48 @@ struct Partial {
     }
   }
 };
+
+// One row that is made here, in every block: sum, rounding and norm are exchange_norm's, bit by bit, and so is what may be
+// read when. The first block writes it for the kernels that come after. Blocks of k / 8 threads or more.
+struct RowToNorm {
+  static constexpr bool PADDED = true;  // zeros lie behind it
+  Partial partial;
+  const bf16* x;
+  const bf16* weight;
+  bf16* x_out;
+  bf16* h;
+  int k;
+  float eps;
+  bf16* row;  // shared: k + 8 values, and a word for each warp
+  float* warps;
+  uint4 old, scale;
+  float each;
+
+  __device__ __forceinline__ bool inside() const { return threadIdx.x * 8 < k; }
+
+  __device__ __forceinline__ void ask() {
+    scale = load_weights(weight + threadIdx.x * 8, inside());
+    old = make_uint4(0, 0, 0, 0);
+    if (inside()) old = load_settled16(x + threadIdx.x * 8);
+    each = 1.0f / float(k);
+    settle_here(each);
+    if (threadIdx.x == 0) *reinterpret_cast<uint4*>(row + k) = make_uint4(0, 0, 0, 0);
+  }
+  __device__ __forceinline__ void make(int block) {
+    const int at = threadIdx.x * 8;
+    float add[8], value[8];
+    partial.read(add, at, inside());
+    unpack(value, old);
+    const uint4 total = added(value, add);
+    const uint4 out = normed(value, scale, each, eps, warps, (k + 255) / 256);
+    if (inside()) {
+      *reinterpret_cast<uint4*>(row + at) = out;
+      if (block == 0) {
+        *reinterpret_cast<uint4*>(x_out + at) = total;
+        *reinterpret_cast<uint4*>(h + at) = out;
+      }
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ uint4 at(int offset) const { return *reinterpret_cast<const uint4*>(row + offset); }
+};

@@ -15,15 +15,15 @@ ROUTER(router_8, 1)
 ROUTER(router_16, 2)
 
 // The same for one row that exchange_norm's arguments make: x_out and h are written, too. Shared: behind the warps' sums
-// the row, k values.
+// the row, k + 8 values.
 extern "C" __global__ void __launch_bounds__(512, 1) router_normed(
-    const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, float eps,
-    const bf16* w, float* out, int n, int k, int width, const u8* asked, int bytes) {
+    const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int k, float eps,
+    const bf16* w, float* out, int n, int width, const u8* asked, int bytes) {
   DYNAMIC_SHARED(shared);
   __shared__ float warps[WARP];
   if (blockIdx.x + blockIdx.y + threadIdx.x == 0) prefetch_l2(asked, u32(bytes));
   bf16* row = reinterpret_cast<bf16*>(shared + blockDim.x / WARP * Sums<1>::SIZE * sizeof(float));
-  RowToNorm made = {{partial, parts, pitch}, x, weight, x_out, h, eps, warps, row, k};
+  RowToNorm made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};
   router_part<1>(made, w, out, 1, n, k, width);
 }
 

@@ -13,51 +13,6 @@ struct GivenRows {
   __device__ __forceinline__ uint4 at(int offset) const { return load_activations(x + offset); }
 };
 
-// One row that is made here, in every block: sum, rounding and norm are exchange_norm's, bit by bit, and so is what may be
-// read when. The first block writes it for the kernels that come after. Blocks of k / 8 threads or more.
-struct RowToNorm {
-  static constexpr bool PADDED = true;  // zeros lie behind it
-  Partial partial;
-  const bf16* x;
-  const bf16* weight;
-  bf16* x_out;
-  bf16* h;
-  float eps;
-  float* warps;  // shared: a word for each warp; the row, k + 8 values
-  bf16* row;
-  int k;
-  uint4 old, scale;
-  float each;
-
-  __device__ __forceinline__ bool inside() const { return threadIdx.x * 8 < k; }
-
-  __device__ __forceinline__ void ask() {
-    scale = load_weights(weight + threadIdx.x * 8, inside());
-    old = make_uint4(0, 0, 0, 0);
-    if (inside()) old = load_settled16(x + threadIdx.x * 8);
-    each = 1.0f / float(k);
-    settle_here(each);
-    if (threadIdx.x == 0) *reinterpret_cast<uint4*>(row + k) = make_uint4(0, 0, 0, 0);
-  }
-  __device__ __forceinline__ void make(int block) {
-    const int at = threadIdx.x * 8;
-    float add[8], value[8];
-    partial.read(add, at, inside());
-    unpack(value, old);
-    const uint4 total = added(value, add);
-    const uint4 out = normed(value, scale, each, eps, warps, (k + 255) / 256);
-    if (inside()) {
-      *reinterpret_cast<uint4*>(row + at) = out;
-      if (block == 0) {
-        *reinterpret_cast<uint4*>(x_out + at) = total;
-        *reinterpret_cast<uint4*>(h + at) = out;
-      }
-    }
-    __syncthreads();
-  }
-  __device__ __forceinline__ uint4 at(int offset) const { return *reinterpret_cast<const uint4*>(row + offset); }
-};
-
 // The tokens of one block: k values each, `once` chunks of them.
 template <int NT>
 struct RouterTokens {
