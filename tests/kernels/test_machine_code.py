@@ -20,8 +20,9 @@ Compiled = Callable[[str, str], tuple[bytes, str]]
 
 # 16-byte loads of a thread that stand before the wait: two weight rows of DEPTH chunks, or of each slot that down wants
 EARLY = {
-    "gemm": {f"{name}_{tokens}": 8 for name in ("linear", "mlp_gate_up", "head") for tokens in (8, 16)},
-    "route": {"router_8": 8, "router_16": 8},
+    "gemm": {f"{name}_{tokens}": 8 for name in ("linear", "mlp_gate_up", "head") for tokens in (8, 16)}
+    | {"linear_normed": 8 + 2},  # and the residual stream, the norm's weight
+    "route": {"router_8": 8, "router_16": 8, "router_normed": 8 + 2},
     "part": {f"{name}_{tokens}": 8 for name in ("linear_part", "linear_part_normed") for tokens in (8, 16)},
     "moe": {"experts_gate_up_8": 8, "experts_gate_up_16": 8}
     | {f"experts_down_{8 * at}_{slots}": 2 * slots for at, forms in enumerate(DOWN_AHEAD, 1) for slots in forms},

@@ -262,6 +262,7 @@ inline void let_next_start_early() {
 }
 
 inline void settle_here(int&) {}
+inline void settle_here(float&) {}
 inline void settle_here(const bf16*&) {}
 
 inline float warp_sum(float x) {
