@@ -40,8 +40,8 @@ def make_app(service: Service, gate: Gate, origins: tuple[str, ...] = ()) -> ASG
 
 def _asked(service: Service, read: Reader) -> Callable[[Request], Any]:
     async def answer(request: Request) -> Any:
-        service.ready()
         try:
+            service.ready()
             body = read_json(await read_body(request))
             check_model(body, service.names)
             call = read(body, service.settings, fresh_seed())
@@ -58,8 +58,14 @@ def _asked(service: Service, read: Reader) -> Callable[[Request], Any]:
 
 def _health(service: Service) -> Callable[[Request], Any]:
     async def health(request: Request) -> Document:
-        slot = service.slot
-        status = "stopping" if slot.is_closed else "loading" if service.info is None else "ok"
+        slot, status = service.slot, "ok"
+        try:
+            service.ready()
+        except ApiError as error:
+            status = str(error.code)  # loading, stopping
+        except LingError as error:
+            service.failed(error)
+            status = "failed"
         document = {"status": status, "model": service.names[0], "busy": slot.is_busy, "waiting": slot.num_waiting}
         return Document(document, 200 if status == "ok" else 503)
 

@@ -54,12 +54,12 @@ class Service:
         self.info = info
 
     def ready(self) -> EngineInfo:
-        """What is loaded. Raises ApiError while nothing is, and when the server is stopping."""
+        """What is loaded. Raises ApiError while nothing is and when the server is stopping, EngineDied."""
         if self.slot.is_closed:
             raise stopping()
         if self.info is None:
             raise retry_later("the model is still loading", "loading", _LOAD_RETRY_S)
-        return self.info
+        return self.engine.info
 
     def head(self, call: Call) -> Head:
         """Name and number of the next answer."""

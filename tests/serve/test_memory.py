@@ -89,7 +89,8 @@ def test_one_thread_looks_and_keeps_though_texts_are_encoded_in_another() -> Non
     threads: list[int] = []
     recalling = SimpleNamespace(recall=lambda messages: threads.append(threading.get_ident()) or messages)
     encoding: Any = SimpleNamespace(encode=lambda request: threads.append(threading.get_ident()) or [1])
-    about: Any = {"engine": None, "settings": {}, "say": None, "info": SimpleNamespace(context_limit=9)}
+    engine = SimpleNamespace(info=SimpleNamespace(context_limit=9))
+    about: Any = {"engine": engine, "settings": {}, "say": None, "info": engine.info}
     service = Service(text_model=encoding, names=("m",), slot=Slot(1), memory=recalling, **about)
     asyncio.run(service.prepare(Call(Request(BEFORE), is_chat=True)))
     assert threads[0] == threading.get_ident() != threads[1]
