@@ -84,15 +84,15 @@ def read_chat(body: Mapping[str, Any], settings: Settings, seed: int) -> Call:
     """A chat completion. seed is taken where the request has none. Raises ApiError."""
     _check_fields(body, _CHAT)
     tools = _tools(body)
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    thinking = _thinking(body, settings["think"])
+    named = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    budget = body.get("think_budget", settings["think_budget"])
     request = Request(
         prompt=_messages(body),
         sampling=_sampling(body, settings, seed),
-        max_tokens=settings["max_tokens"] if limit is None else _whole("max_tokens", limit),
+        max_tokens=_number(named, body[named], "max_tokens") if named in body else settings["max_tokens"],
         stop=_stop(body, settings),
-        thinking=thinking,
-        think_budget=_whole("think_budget", body.get("think_budget", settings["think_budget"])),
+        thinking=_thinking(body, settings["think"]),
+        think_budget=None if budget is None else _number("think_budget", budget),
         draft=settings["speculation"] != "off",
         tools=tools,
     )
@@ -112,7 +112,7 @@ def read_completion(body: Mapping[str, Any], settings: Settings, seed: int) -> C
     request = Request(
         prompt=check_text(prompt),
         sampling=_sampling(body, settings, seed),
-        max_tokens=COMPLETION_TOKENS if limit is None else _whole("max_tokens", limit),
+        max_tokens=COMPLETION_TOKENS if limit is None else _number("max_tokens", limit),
         stop=_stop(body, settings),
         draft=settings["speculation"] != "off",
     )
@@ -164,10 +164,6 @@ def _number(name: str, value: Any, setting: str = "") -> Any:
         return check(row, float(value) if row.kind == "float" else value, name)
     except (UsageError, OverflowError) as error:
         raise bad_request(str(error), name) from None
-
-
-def _whole(name: str, value: Any) -> int | None:
-    return None if value is None else _number(name, value)
 
 
 def _sampling(body: Mapping[str, Any], settings: Settings, seed: int) -> SamplingParams:

@@ -72,6 +72,8 @@ def test_both_names_of_the_limit(settings: Settings) -> None:
         ({"seed": "x"}, "seed"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"think_budget": -1}, "think_budget"),
         ({"stop": 5}, "stop"),
         ({"stop": ["a", 5]}, "stop"),
         ({"stop": ["a"] * 65}, "stop"),
