@@ -128,10 +128,7 @@ def generate(
     limit = engine.info.context_limit
     taken_s = time.monotonic()
     ids = text_model.encode(request) if ids is None else ids
-    if not ids:
-        raise UsageError("the prompt is empty", "Give some text to go on from.")
-    if len(ids) >= limit:
-        raise context_too_long(len(ids), limit)
+    check_prompt(ids, limit)
     max_tokens = limit - len(ids) if request.max_tokens is None else request.max_tokens
     if max_tokens < 0:
         raise UsageError(f"max_tokens is {max_tokens}", "Give 0 or more.")
@@ -150,6 +147,14 @@ def generate(
     )
     reader = _reader(text_model, request)
     yield from _events(engine, asked, _budget(text_model, request, reader), reader, tally, cancel)
+
+
+def check_prompt(ids: Sequence[int], limit: int) -> None:
+    """Raises UsageError for a prompt without ids, ContextTooLong for one that leaves no room in the context."""
+    if not ids:
+        raise UsageError("the prompt is empty", "Give some text to go on from.")
+    if len(ids) >= limit:
+        raise context_too_long(len(ids), limit)
 
 
 @dataclass(frozen=True, slots=True)
