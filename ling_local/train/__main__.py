@@ -11,6 +11,7 @@ import typer
 
 from ling_local.errors import LingError
 from ling_local.train import draft_commands
+from ling_local.train.draft_commands import say
 
 DEMO_FOLDER = Path(__file__).parents[1] / "data" / "demo"
 
@@ -25,11 +26,6 @@ Out = Annotated[Path, typer.Option(help="folder of the model")]
 Run = Annotated[Path, typer.Option(help="folder for the training state and its log")]
 Device = Annotated[str, typer.Option(help="cuda or cpu")]
 WORK, RUN = Path("runs/demo"), Path("runs/demo/target")
-
-
-def say(text: str) -> None:
-    """Progress goes to stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @app.command()
