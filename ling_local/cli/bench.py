@@ -46,7 +46,7 @@ PAGE = Page(
     notes="Each repetition makes exactly --tokens tokens (the end of a turn is ignored) from a prompt of its own; "
     "exit code 1 if one could not. The model's own sampling defaults are not taken: greedy unless you say otherwise. "
     "Without --modes and --speculation a model that has a drafter is measured without and with it, repetition by "
-    "repetition; JSON then holds a list of reports.\n\n"
+    "repetition; JSON then holds a list of reports. Ctrl-C ends a run with the report of what is whole by then.\n\n"
     "--check makes --tokens tokens from every bundled prompt, greedy and sampled, without drafts and with each "
     "drafter asked for, and compares all ids; exit code 1 if one differs. Seconds are for information.\n\n"
     "--accept-pattern makes each step accept that many drafts: the drafter, the verify pass and the commit do all of "

@@ -23,6 +23,8 @@ def check_dummy_flags(settings: Settings) -> None:
             if not settings.is_default(name):
                 raise UsageError(f"{TABLE[name].flag} is for --dummy", "Give --dummy tiny or --dummy flash.")
         return
+    if settings["breakdown"] and settings["modes"] is not None:
+        raise UsageError("--breakdown times steps of one model", "Give --speculation NAME in place of --modes.")
     if settings["task"] == "chat" or settings["check"]:
         what = "--check" if settings["check"] else "--task chat"
         raise UsageError(f"{what} needs a model that can talk, and a dummy cannot", "Leave --dummy or that flag away.")

@@ -86,6 +86,7 @@ def test_the_breakdown_names_each_op_with_its_floor(bench, tmp_path: Path) -> No
     [
         (("--layers", "2"), "--layers is for --dummy"),
         (("--breakdown",), "--breakdown is for --dummy"),
+        (("--dummy", "tiny", "--breakdown", "--modes", "off"), "Give --speculation NAME in place of --modes"),
         (("--dummy", "tiny", "--task", "chat"), "--task chat needs a model that can talk"),
         (("--dummy", "tiny", "-m", "x"), "both --dummy and --model"),
         (("--dummy", "tiny", "--shard", "3"), "a shard of 3 ranks is not possible"),
