@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from ling_local.engine.config import load_model_config
 from ling_local.errors import EngineError
@@ -24,6 +23,7 @@ from ling_local.train.samples import make_samples
 from ling_local.train.shape import CONTEXT, DEMO, demo_config, save_config
 from ling_local.train.sources import Say
 from ling_local.train.stepping import check_device, compiler
+from ling_local.train.vocab import read_tokenizer
 from ling_local.train.weights import export_checkpoint, new_params, read_checkpoint
 
 
@@ -78,7 +78,7 @@ def report(work: Path, folder: Path, run: Path, net: Net, device: str, say: Say)
 
 def sample(folder: Path, run: Path, say: Say) -> list[dict[str, str]]:
     """Ten greedy samples of the exported model in `folder`, in fp32 on the CPU; writes run/samples.json."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = read_tokenizer(folder)
     samples = [asdict(made) for made in make_samples(build_net("cpu", compiled=False), load_model(folder), tokenizer)]
     for made in samples:
         say(f"--- {made['prompt']!r}\n{made['output']}")

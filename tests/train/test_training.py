@@ -21,7 +21,7 @@ from ling_local.train.evaluate import evaluate, windows
 from ling_local.train.loop import Plan, Step, train
 from ling_local.train.net import make_net
 from ling_local.train.optim import Optimizer, Recipe, is_matrix, orthogonal
-from ling_local.train.run import on_device
+from ling_local.train.run import on_device, sample
 from ling_local.train.stepping import schedule
 from ling_local.train.weights import new_params
 
@@ -189,6 +189,11 @@ def test_the_card_is_written_from_what_was_measured(tmp_path: Path) -> None:
     ):
         assert expected in text
     assert "$" not in text
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json: not there"):
+        sample(tmp_path, tmp_path, lambda text: None)
 
 
 def test_the_shipped_card_says_what_the_files_of_the_draft_say() -> None:
