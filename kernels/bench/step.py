@@ -12,7 +12,6 @@ Weights are random: times are real, texts and acceptance are not.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from cold import step_ms
 
 import ling_kernels
 from ling_kernels.cuda import CudaOps
@@ -32,7 +32,7 @@ from ling_local.engine.step import step
 from ling_local.engine.weights import Weights
 from ling_local.types import SamplingParams
 
-RUNS, STEPS, WARM_S = 5, 40, 0.5
+WARM_S = 0.5
 
 
 def begin(state: SequenceState, context: int) -> None:
@@ -44,32 +44,13 @@ def begin(state: SequenceState, context: int) -> None:
 
 
 def milliseconds(run: Callable[[], None]) -> tuple[float, float]:
-    """Of one run: on the GPU by events, and as the caller sees it with three runs under way; medians of RUNS series.
-
-    Half a second of runs comes first: a GPU that was idle begins with slower clocks (3 % of a step)."""
+    """On the GPU and at the caller, after half a second of runs: a GPU that was idle begins with slower clocks (3 %
+    of a step)."""
     until = time.perf_counter() + WARM_S
     while time.perf_counter() < until:
         run()
         torch.cuda.synchronize()
-    on_gpu, seen = [], []
-    for _ in range(RUNS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(STEPS):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        on_gpu.append(start.elapsed_time(end) / STEPS)
-        done = [torch.cuda.Event() for _ in range(3)]
-        clock = time.perf_counter()
-        for number in range(STEPS):
-            if number >= len(done):
-                done[number % len(done)].synchronize()
-            run()
-            done[number % len(done)].record()
-        torch.cuda.synchronize()
-        seen.append(1000 * (time.perf_counter() - clock) / STEPS)
-    return statistics.median(on_gpu), statistics.median(seen)
+    return step_ms(run)
 
 
 def time_steps(
