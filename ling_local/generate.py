@@ -276,7 +276,8 @@ def _joined(pieces: Iterable[tuple[Channel, str, tuple[int, ...]]]) -> Iterator[
 def _reader(text_model: TextModel, request: Request) -> _RawText | _ChatText:
     if isinstance(request.prompt, str):
         return _RawText(text_model.tokens, request.stop, CodeStop(request.prompt) if request.code_stop else None)
-    return _ChatText(text_model.tokens, request.stop, text_model.template.first_channel(request.thinking))
+    first = text_model.template.first_channel(request.thinking)
+    return _ChatText(text_model.tokens, request.stop, Channels(first, has_calls=bool(request.tools)))
 
 
 class _RawText:
@@ -318,14 +319,14 @@ class _ChatText:
     playing the other side, and ends the turn.
     """
 
-    def __init__(self, tokens: Tokens, stop: tuple[str, ...], first: Channel) -> None:
+    def __init__(self, tokens: Tokens, stop: tuple[str, ...], channels: Channels) -> None:
         self._tokens = tokens
         self._tags = {tokens.control[tag] for tag in _TAGS if tag in tokens.control}
         self._stream = StreamText()
-        self._channels = Channels(first)
+        self._channels = channels
         self._stop = stop
         self._stops = Stops(stop)
-        self._last = first
+        self._last = channels.channel
         self._has_call = False
         self._over = False
 

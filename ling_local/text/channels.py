@@ -18,16 +18,15 @@ _TURN_END = "<|role_end|>"
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _THINK, _THINK_END = "<think>", "</think>"
 # A newline before a call is the template's separator, so it goes with the call and not with the answer.
-_TAGS = {
-    Channel.THINKING: (_THINK_END, _CALL, "\n" + _CALL),
-    Channel.ANSWER: (_CALL, "\n" + _CALL),
-    Channel.TOOL: (_CALL_END,),
-}
+_OPENING = (_CALL, "\n" + _CALL)
+_CLOSING = {Channel.THINKING: (_THINK_END,), Channel.ANSWER: (), Channel.TOOL: (_CALL_END,)}
 _LEADING = (_THINK, _THINK_END)  # tags of an answer's very start: thinking opened or closed once more
 
 
 class Channels:
     """Splits generated text as it streams in. The joined text of each channel is the same for any split.
+
+    has_calls False: no tool was offered, so <tool_call> is text like any other; someone may have asked about it.
 
     Thinking ends at </think>, or at <tool_call> where the closing tag is missing; the answer's leading newlines
     after </think> are dropped, as the template does. Tool calls come with their tags and the blanks around
@@ -36,8 +35,9 @@ class Channels:
     it is not shown and sets `ended`; followed by more text it is an ordinary quote.
     """
 
-    def __init__(self, first: Channel) -> None:
+    def __init__(self, first: Channel, *, has_calls: bool = True) -> None:
         self.ended = False
+        self._has_calls = has_calls
         self._channel = first
         self._held = ""  # a suffix of the stream that may be the beginning of a tag, shorter than the longest
         self._blank: list[str] = []  # blanks after a call: part of the calls, or of an answer that follows
@@ -91,7 +91,8 @@ class Channels:
 
     def _tags(self) -> tuple[str, ...]:
         leading = _LEADING if self._channel is Channel.ANSWER and self._fresh else ()
-        return _TAGS[self._channel] + leading
+        opening = _OPENING if self._has_calls and self._channel is not Channel.TOOL else ()
+        return _CLOSING[self._channel] + opening + leading
 
     def _plain(self, text: str, out: Pieces) -> None:
         """Text without tags, into the channel at hand."""
@@ -147,7 +148,7 @@ class Channels:
 
 @lru_cache(maxsize=16)
 def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, tags)))
+    return re.compile("|".join(map(re.escape, tags)) or r"(?!)")
 
 
 def _held_length(data: str, start: int, tags: tuple[str, ...]) -> int:
@@ -189,7 +190,7 @@ def parse_tool_call(text: str, tools: Sequence[str] = ()) -> ToolCall:
 
 def reads_as(text: str, first: Channel, turn: Message, tools: Sequence[str] = ()) -> bool:
     """The text of a whole turn, as generated, says what the message says: thinking, answer and calls."""
-    channels = Channels(first)
+    channels = Channels(first, has_calls=bool(tools or turn.tool_calls))
     said = dict.fromkeys(Channel, "")
     for channel, piece in [*channels.push(text), *channels.close()]:
         said[channel] += piece

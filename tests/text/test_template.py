@@ -241,6 +241,16 @@ def test_a_tool_call_turn_is_spliced_through_its_end(template: ChatTemplate) -> 
     assert tokens.decode(following) == written
 
 
+def test_a_turn_that_quotes_a_call_is_spliced(template: ChatTemplate) -> None:
+    """No tool was offered, and the tags that the model wrote as control tokens are the answer's text."""
+    tokens = ling_tokenizer()
+    ids = (tokens.control["<tool_call>"], *tokens.encode("opens a call"))
+    asked = Message("user", "tags?")
+    turns = (asked, Message("assistant", "<tool_call>opens a call", ids=ids), Message("user", "and?"))
+    prompt = template.encode(tokens, (asked,), thinking=False)
+    assert template.encode(tokens, turns, thinking=False)[: len(prompt) + len(ids)] == [*prompt, *ids]
+
+
 SPOKEN = "<tool_call>now\n<arg_key>zone</arg_key>\n<arg_value>UTC</arg_value>\n</tool_call>"
 
 
