@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class _Replay:
         if kind == "open":
             self.pid = int(record["pid"])
         elif kind == "model":
-            self.model = _text(record["model"])
+            self.take_model(_text(record["model"]))
         elif kind == "system":
             self.system = None if record["text"] is None else _text(record["text"])
         elif kind == "user":
@@ -111,6 +111,13 @@ class _Replay:
             self.messages.append(_message(record))
         else:
             raise ValueError(kind)
+
+    def take_model(self, model: str) -> None:
+        """Ids of one model mean nothing to another."""
+        if model != self.model:
+            self.messages = [replace(message, ids=()) for message in self.messages]
+            self.ids = []
+        self.model = model
 
     def end_turn(self) -> None:
         """Close the turn at hand; one whose answer never began is no turn."""
@@ -198,10 +205,14 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Path:
-    """The file of `last`, of a number in the list, of a name, or of the only name that begins so. UsageError."""
+    """The file of `last`, a number in the list, a name or path, or the only name that begins so. UsageError."""
+    name = name.removeprefix(f"{folder()}{os.sep}")
+    if name == LAST:
+        newest = list_sessions(1)
+        if not newest:
+            raise UsageError("there is no session yet")
+        return folder() / (newest[0].name + _SUFFIX)
     files = _newest_first()
-    if name == LAST and files:
-        return files[0]
     exact = [file for file in files if file.name == name.removesuffix(_SUFFIX) + _SUFFIX]
     if not exact and name.isascii() and name.isdigit() and len(name) < 4:
         listed = list_sessions()
@@ -211,8 +222,6 @@ def find(name: str) -> Path:
         return found[0]
     if found:
         raise UsageError(f"'{name}' is the beginning of {len(found)} sessions", "Give more of the name.")
-    if name == LAST:
-        raise UsageError("there is no session yet")
     raise UsageError(f"no session '{name}'", "`/sessions` in a chat lists them; `last` is the newest.")
 
 
@@ -248,17 +257,26 @@ class SessionFile:
                 session = cls._locked(file, os.O_CREAT | os.O_EXCL)
             except FileExistsError:
                 continue
-            session._append({"kind": "open", "schema": SCHEMA, "pid": os.getpid(), "time": _now()})
-            session.model(model)
+            try:
+                session._opened()
+                session.model(model)
+            except OSError:
+                session.close()
+                file.unlink(missing_ok=True)
+                raise
             return session
 
     @classmethod
     def resume(cls, file: Path) -> tuple[SessionFile, Saved]:
         """Open a session to go on with it. LingError where another process has it open; OSError."""
         session = cls._locked(file, 0)
-        saved = read(file)  # after the lock: nobody adds to it any more
-        session._start_a_line()
-        session._append({"kind": "open", "schema": SCHEMA, "pid": os.getpid(), "time": _now()})
+        try:
+            saved = read(file)  # after the lock: nobody adds to it any more
+            session._start_a_line()
+            session._opened()
+        except (OSError, LingError):
+            session.close()  # or a second try would find it locked, by ourselves
+            raise
         return session, saved
 
     @classmethod
@@ -277,6 +295,9 @@ class SessionFile:
                 "Leave that one first, or start a new talk.",
             ) from None
         return cls(file, descriptor)
+
+    def _opened(self) -> None:
+        self._append({"kind": "open", "schema": SCHEMA, "pid": os.getpid(), "time": _now()})
 
     def model(self, model: str) -> None:
         """From here on, ids are those of this checkpoint."""
