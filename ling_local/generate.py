@@ -4,7 +4,8 @@ Events of one generation, in this order: after each step its TokenEvents, then a
 Every id that counts stands in exactly one TokenEvent, also an end-of-turn id, which has no text. Text that
 waits (for the rest of a rune, for what could become a stop string or a tag) comes with a later step, at the
 latest with the last one. After a stop nothing more is shown or counted: `Stats.tokens` and `Finish.ids` go up
-to the id that completed it. If the engine fails, text that waited is yielded before the exception is raised.
+to the id that completed it. If the engine fails, or Ctrl-C comes while it is waited for, text that waited is yielded
+before the exception is raised.
 
 A thinking budget is kept by asking the engine for that many tokens first: it stops at exactly that point, so its
 state is what the rest goes on from, with a </think> put in where the thought is still open.
@@ -223,7 +224,7 @@ def _run(
                 step = next(steps, None)
                 if step is None:
                     raise EngineError("the engine stopped without a reason", "Try again.")
-            except Exception:
+            except (Exception, KeyboardInterrupt):
                 yield from _joined((channel, text, ()) for channel, text in reader.close())
                 raise
             pieces = list(_take(step, reader, asked.stop_ids))

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from ling_local.engine import script
 from ling_local.engine.protocol import EngineSpec
 from ling_local.engine.remote import RemoteEngine
 from ling_local.errors import EngineBusy, NonFinite
@@ -127,6 +128,18 @@ def test_a_failure_comes_after_what_was_made_before_it(write_script: Write) -> N
             got.append(event)
     assert Played(got).text() == "ab ST"
     assert Played(list(generate(engine, text_model, Request("go", max_tokens=1)))).text() == "ok"
+
+
+def test_ctrl_c_while_the_engine_is_waited_for_comes_after_text_that_waited(
+    write_script: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, text_model = opened(write_script(["a", "b ST", {"fail": "RuntimeError"}]))
+    monkeypatch.setattr(script.Failure, "exception", lambda *_: KeyboardInterrupt())
+    got: list[Event] = []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        for event in generate(engine, text_model, Request("go", stop=("STOP",))):
+            got.append(event)
+    assert Played(got).text() == "ab ST"
 
 
 @pytest.mark.parametrize("events", [1, 2, 3, 5])
