@@ -219,6 +219,8 @@ def _run(
     steps = iter(generation)
     reason: FinishReason | None = None
     try:
+        if isinstance(reader, _RawText):
+            reader.read_prompt()  # while the engine does
         while reason is None:
             try:
                 step = next(steps, None)
@@ -276,7 +278,7 @@ def _joined(pieces: Iterable[tuple[Channel, str, tuple[int, ...]]]) -> Iterator[
 
 def _reader(text_model: TextModel, request: Request) -> _RawText | _ChatText:
     if isinstance(request.prompt, str):
-        return _RawText(text_model.tokens, request.stop, CodeStop(request.prompt) if request.code_stop else None)
+        return _RawText(text_model.tokens, request.stop, request.prompt if request.code_stop else None)
     first = text_model.template.first_channel(request.thinking)
     return _ChatText(text_model.tokens, request.stop, Channels(first, has_calls=bool(request.tools)))
 
@@ -286,11 +288,17 @@ class _RawText:
 
     channel = Channel.ANSWER
 
-    def __init__(self, tokens: Tokens, stop: tuple[str, ...], code: CodeStop | None) -> None:
+    def __init__(self, tokens: Tokens, stop: tuple[str, ...], code: str | None) -> None:
+        """code: the prompt, where the end of the block that it left open is the end; `read_prompt` comes first."""
         self._tokens = tokens
         self._stream = StreamText()
         self._stops = Stops(stop)
-        self._code = code
+        self._prompt = code
+        self._code: CodeStop | None = None
+
+    def read_prompt(self) -> None:
+        """Takes a millisecond a kilobyte."""
+        self._code = CodeStop(self._prompt) if self._prompt is not None else None
 
     @property
     def hit(self) -> bool:

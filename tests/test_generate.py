@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ling_local.generate as room
 from ling_local.errors import ContextTooLong, ModelError, UsageError
 from ling_local.generate import generate
 from ling_local.types import Finish, FinishReason, Message, Request, StatsEvent, TokenEvent
@@ -89,6 +90,18 @@ def test_ignore_eos_makes_exactly_max_tokens(write_script: Write) -> None:
     played = play(write_script(["a", EOS, "b"]), max_tokens=7, ignore_eos=True)
     assert (len(played.ids), played.reason) == (7, FinishReason.LENGTH)
     assert played.text() == "abab"
+
+
+def test_the_prompt_is_searched_for_its_open_block_while_the_engine_reads_it(
+    write_script: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, text_model = opened(write_script(["    x\n", "y", EOS]))
+    done: list[str] = []
+    begin, code_stop = engine.generate, room.CodeStop
+    monkeypatch.setattr(engine, "generate", lambda asked: done.append("begun") or begin(asked))
+    monkeypatch.setattr(room, "CodeStop", lambda prompt: done.append("searched") or code_stop(prompt))
+    played = Played(list(generate(engine, text_model, Request("def f():\n", code_stop=True))))
+    assert (played.text(), done) == ("    x\n", ["begun", "searched"])
 
 
 # --- text
