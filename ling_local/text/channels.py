@@ -184,7 +184,7 @@ def parse_tool_call(text: str, tools: Sequence[str] = ()) -> ToolCall:
         if value_at < 0 or text[at:value_at].strip():  # a key that has no value of its own
             continue
         value, at = _until(text, value_at + len(_VALUE), _VALUE_END)
-        arguments[key.strip()] = read_value(value, types.get(key.strip()))
+        arguments[key.strip()] = read_value(value, types.get(key.strip(), ()))
     return ToolCall(check_text(name), check_text(json.dumps(arguments, ensure_ascii=False)))
 
 
@@ -217,9 +217,8 @@ def _until(text: str, start: int, end: str) -> tuple[str, int]:
     return text[start:].removesuffix(_CALL_END).removesuffix("\n"), len(text)
 
 
-def read_value(text: str, declared: Any) -> Any:
-    """An argument as the model wrote it, as its declared JSON type has it; text where it is nothing else."""
-    kinds = declared if isinstance(declared, list) else [declared]
+def read_value(text: str, kinds: Sequence[Any]) -> Any:
+    """An argument as the model wrote it, as its declared JSON types have it; text where it is nothing else."""
     if "string" in kinds and not ("null" in kinds and text.strip() == "null"):
         return text
     try:
@@ -234,12 +233,23 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def argument_types(tools: Sequence[str], name: str) -> Mapping[str, Any]:
-    """Argument name -> declared type, from the schema of the tool with this name."""
+def argument_types(tools: Sequence[str], name: str) -> Mapping[str, Sequence[Any]]:
+    """Argument name -> declared types, from the schema of the tool with this name."""
     for tool in tools:
         schema = json.loads(tool)
         function = schema.get("function", schema)
         if function.get("name") == name:
-            fields = (function.get("parameters") or {}).get("properties") or {}
-            return {key: field.get("type") for key, field in fields.items() if isinstance(field, dict)}
+            fields = (function.get("parameters") or {}).get("properties")
+            return {key: _kinds(field) for key, field in fields.items()} if isinstance(fields, dict) else {}
     return {}
+
+
+def _kinds(field: Any) -> list[Any]:
+    """The types that a schema allows; those of its alternatives where it has none itself, as for an optional text."""
+    if not isinstance(field, dict):
+        return []
+    kinds = field.get("type")
+    if kinds is None:
+        choices = [field[key] for key in ("anyOf", "oneOf") if isinstance(field.get(key), list)]
+        return [kind for choice in choices for option in choice for kind in _kinds(option)]
+    return kinds if isinstance(kinds, list) else [kinds]

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from ling_local.text.channels import argument_types, read_value
+from ling_local.text.clean import check_text
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
@@ -68,7 +69,7 @@ class ToolStream:
         self._held = ""  # may be the beginning of a tag
         self._parts: list[str] = []  # of the name, the key, or a value that waits for its end
         self._raw: list[str] = []  # of a call that has no name yet
-        self._types: Mapping[str, Any] = {}
+        self._types: Mapping[str, Sequence[Any]] = {}
         self._key = ""
         self._num_arguments = 0
         self._streams = False  # the value at hand goes out as it comes
@@ -120,8 +121,10 @@ class ToolStream:
                 out.append(text)
             case _At.NAME:
                 self._raw.append(text)
-                self._parts.append(text.lstrip() if not any(self._parts) else text)
-                if any(map(str.isspace, self._parts[-1])):
+                text = text if self._parts else text.lstrip()
+                if text:
+                    self._parts.append(text)
+                if any(map(str.isspace, text)):
                     self._named(out)
             case _At.KEY:
                 self._parts.append(text)
@@ -164,7 +167,7 @@ class ToolStream:
         self._at, self._raw = _At.BETWEEN, []
 
     def _leave_name(self, tag: str, out: list[CallPiece | str]) -> None:
-        if any(self._parts):
+        if self._parts:
             self._named(out)
             self._tag(tag, out)
         else:
@@ -176,8 +179,7 @@ class ToolStream:
         self._at = _At.OUTSIDE
 
     def _enter_value(self, out: list[CallPiece | str]) -> None:
-        declared = self._types.get(self._key)
-        kinds = declared if isinstance(declared, list) else [declared]
+        kinds = self._types.get(self._key, ())
         self._streams = "string" in kinds and "null" not in kinds
         lead = ("{", ", ")[self._num_arguments > 0] + json.dumps(self._key, ensure_ascii=False) + ": "
         self._arguments(lead + '"' * self._streams, out)
@@ -188,8 +190,8 @@ class ToolStream:
         if self._streams:
             self._arguments('"', out)
         else:
-            value = read_value("".join(self._parts), self._types.get(self._key))
-            self._arguments(json.dumps(value, ensure_ascii=False), out)
+            value = read_value("".join(self._parts), self._types.get(self._key, ()))
+            self._arguments(check_text(json.dumps(value, ensure_ascii=False)), out)
         self._at = _At.BETWEEN
         if tag != _VALUE_END:
             self._end(out)

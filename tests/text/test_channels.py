@@ -146,6 +146,23 @@ def test_a_schema_that_says_string_keeps_the_text() -> None:
     assert json.loads(null.arguments) == {"c": None}
 
 
+@pytest.mark.parametrize(
+    ("fields", "value"),
+    [
+        ({"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}, "123"),  # an optional text, as pydantic writes it
+        ({"a": {"oneOf": [{"type": ["string", "null"]}]}}, "123"),
+        ({"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}, 123),
+        ({"a": {"anyOf": "string"}}, 123),
+        ({"a": True}, 123),
+        (["a"], 123),
+    ],
+)
+def test_types_are_found_where_a_schema_has_them(fields: object, value: object) -> None:
+    schema = json.dumps({"name": "f", "parameters": {"properties": fields}})
+    call = parse_tool_call("f<arg_key>a</arg_key><arg_value>123</arg_value>", [schema])
+    assert json.loads(call.arguments) == {"a": value}
+
+
 @pytest.mark.parametrize("text", ["", "<tool_call></tool_call>", "\n<arg_key>a</arg_key><arg_value>1</arg_value>"])
 def test_a_call_without_a_name_is_an_error(text: str) -> None:
     with pytest.raises(ModelError, match="without a name"):
