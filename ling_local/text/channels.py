@@ -188,21 +188,23 @@ def parse_tool_call(text: str, tools: Sequence[str] = ()) -> ToolCall:
     return ToolCall(check_text(name), check_text(json.dumps(arguments, ensure_ascii=False)))
 
 
-def reads_as(text: str, first: Channel, turn: Message, tools: Sequence[str] = ()) -> bool:
-    """The text of a whole turn, as generated, says what the message says: thinking, answer and calls."""
+def reads_as(text: str, first: Channel, turn: Message, tools: Sequence[str] = ()) -> Channel | None:
+    """Where the text of a whole turn ends, if it says, as generated, what the message says: thinking, answer, calls."""
     channels = Channels(first, has_calls=bool(tools or turn.tool_calls))
     said = dict.fromkeys(Channel, "")
     for channel, piece in [*channels.push(text), *channels.close()]:
         said[channel] += piece
     if said[Channel.ANSWER] != turn.content:
-        return False
+        return None
     if said[Channel.THINKING].strip("\n") != (turn.reasoning or "").strip("\n"):
-        return False
+        return None
     try:
         calls = [parse_tool_call(call, tools) for call in channels.calls]
     except ModelError:
-        return False
-    return said[Channel.TOOL].count(_CALL) == len(turn.tool_calls) and _meanings(calls) == _meanings(turn.tool_calls)
+        return None
+    if said[Channel.TOOL].count(_CALL) != len(turn.tool_calls) or _meanings(calls) != _meanings(turn.tool_calls):
+        return None
+    return channels.channel
 
 
 def _meanings(calls: Sequence[ToolCall]) -> list[tuple[str, Any]]:

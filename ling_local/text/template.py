@@ -177,7 +177,12 @@ class ChatTemplate:
                 yield begin, begin + len(text), turn.ids
             elif coded.startswith(prompt, start) and coder.has_control(closing):
                 stop = coded.find(closing, begin)  # of the template: people's text holds no control character
-                if stop >= 0 and reads_as(coder.spell(body), self.first_channel(thinking), turn, tools):
+                ends_in = reads_as(coder.spell(body), self.first_channel(thinking), turn, tools) if stop >= 0 else None
+                if ends_in is Channel.THINKING:  # it was cut there: the template's </think> has to stay
+                    close = coded.find(coder.code("</think>"), begin, stop)
+                    if close >= 0 and body == text:
+                        yield begin, close, turn.ids
+                elif ends_in:
                     yield begin, stop + len(text) - len(body), turn.ids
 
 

@@ -12,6 +12,7 @@ import pytest
 import ling_local
 from ling_local.errors import ModelError, UsageError
 from ling_local.text.template import ChatTemplate, messages_from_openai
+from ling_local.text.tokenizer import Tokenizer
 from ling_local.types import Channel, Message, ToolCall
 from text.samples import CONTROL, HARD_TEXTS, ling_tokenizer, tokenizer_without_tags
 
@@ -205,6 +206,19 @@ def test_generated_ids_are_spliced_where_their_text_is_the_templates(
     expected = [*prompt, *generated, end]
     assert following[: len(expected)] == expected
     assert tokens.decode(following) == template.render(turns, thinking=thinking)
+
+
+@pytest.mark.parametrize("tokens", [ling_tokenizer(), tokenizer_without_tags()])
+def test_a_turn_that_was_cut_in_its_thought_is_spliced_and_the_thought_closed(
+    template: ChatTemplate, tokens: Tokenizer
+) -> None:
+    """Ctrl-C, or the limit: the next prompt must not run on inside of that thought."""
+    ids = (*tokens.encode("let"), *tokens.encode(" me see"))
+    turns = (Message("user", "q"), Message("assistant", "", "let me see", ids=ids), Message("user", "go on"))
+    prompt = template.encode(tokens, turns[:1], thinking=True)
+    following = template.encode(tokens, turns, thinking=True)
+    assert following[: len(prompt) + len(ids)] == [*prompt, *ids]
+    assert tokens.decode(following) == template.render(turns, thinking=True)
 
 
 def test_a_second_answer_does_not_take_the_place_of_an_equal_first_one(template: ChatTemplate) -> None:
