@@ -123,7 +123,7 @@ class _Line:
 
     @property
     def word(self) -> str:
-        words = re.match(r"(?:async\s+)?([A-Za-z_]*)", self.text)
+        words = re.match(r"(?:async\s+)?(\w*)", self.text)
         return words[1] if words else ""
 
     @property
@@ -228,8 +228,8 @@ class CodeStop:
         if char == "\n":
             return self._newline()
         if self._line.start and not self._lexer.comment:
-            if char.isspace():
-                self._column += _TAB - self._column % _TAB if char == "\t" else char not in "\r\f"
+            if char in " \t\r\f":  # what indents code; the wide blanks before a Chinese paragraph are its text
+                self._column += _TAB - self._column % _TAB if char == "\t" else char == " "
                 return False
             if char == "#":
                 self._begin_comment()

@@ -27,6 +27,7 @@ CASES = {
         "\nexcept OSError:\n    pass\nfinally:\n    g()\n",
         "h()\n",
     ),
+    "a name that begins like else": ("if a:\n    b = 1", "\n", "else2 = 4\nc\n"),
     "finally may not follow if": ("if a:\n    b = 1", "\n", "finally:\n    x\n"),
     "else does not continue a def": ("def f():\n    b = 1", "\n", "else:\n    x\n"),
     "brackets are no dedent": ("def f():\n    x = [", "\n1,\n2,\n]\n    return x\n", "y = 1\n"),
@@ -58,6 +59,7 @@ PROSE = {
         " there was a fox.\n\n\n\nIt ran (far away\n\n\nand came back: home.\n\n\nThe end.\n",
     ),
     "an apostrophe": ("It doesn't", ' matter, "he said\n\n\n\nand left.\n'),
+    "Chinese paragraphs": ("　　从前有座山", "，山里有座庙。\n　　庙里有个和尚。\n\n第二章\n\n　　下雨了。\n"),
     "headings": ("# Title\n\nSome text:\n", "\nMore text.\n\n\n## Next\n\n\nText.\n"),
     "nothing": ("", "Hello there.\n\n\nHow are you?\n"),
 }
