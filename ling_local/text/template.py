@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -213,18 +214,14 @@ class _Coder:
     def decode(self, ids: Sequence[int]) -> str | None:
         """Coded text of generated ids; None where their plain text holds one of our private characters."""
         pieces: list[str] = []
-        run = bytearray()
-        for token_id in [*ids, None]:
-            if token_id is not None and not self._tokens.is_control(token_id):
-                run += self._tokens.token_bytes(token_id)
-                continue
-            plain = run.decode("utf-8", "replace")
-            if self._coded.search(plain):
+        for is_control, run in groupby(ids, self._tokens.is_control):
+            text = b"".join(map(self._tokens.token_bytes, run)).decode("utf-8", "replace")
+            if is_control:
+                pieces.append(self.code(text))
+            elif self._coded.search(text):
                 return None
-            pieces.append(plain)
-            run.clear()
-            if token_id is not None:
-                pieces.append(self.code(self._tokens.token_bytes(token_id).decode()))
+            else:
+                pieces.append(text)
         return "".join(pieces)
 
     def spell(self, coded: str) -> str:
