@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -226,10 +227,11 @@ def find(name: str) -> Path:
 
 
 def _newest_first() -> list[Path]:
-    try:
-        files = [(file.stat().st_mtime_ns, file) for file in folder().glob(f"*{_SUFFIX}")]
-    except OSError:
-        return []
+    files: list[tuple[int, Path]] = []
+    with suppress(OSError):  # no folder, or not ours to read
+        for file in folder().glob(f"*{_SUFFIX}"):
+            with suppress(OSError):  # gone meanwhile, or a link to nothing, such as an editor's lock
+                files.append((file.stat().st_mtime_ns, file))
     return [file for _, file in sorted(files, reverse=True)]
 
 

@@ -205,6 +205,14 @@ def test_the_last_talk_is_one_in_which_something_was_said() -> None:
     assert sessions.find("last") == session.file
 
 
+def test_a_link_to_nothing_hides_no_session(home: Path) -> None:
+    session = SessionFile.create("m")
+    turn(session, "a talk", "x")
+    (home / f".#{session.file.name}").symlink_to("someone@host.1234")  # as Emacs locks a file that it edits
+    assert sessions.find("last") == session.file
+    assert len(sessions.list_sessions()) == 1
+
+
 def test_without_any_session() -> None:
     assert sessions.list_sessions() == ()
     with pytest.raises(UsageError, match="no session yet"):
