@@ -176,7 +176,7 @@ def read(file: Path) -> Saved:
             continue
         try:
             replay.take(json.loads(line))
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             replay.lost += 1
     unasked = "" if replay.ids or any(map(any, replay.parts.values())) else replay.question or ""
     replay.end_turn()

@@ -88,7 +88,10 @@ def test_files_are_private_from_the_first_byte(home: Path) -> None:
     assert session.file.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("broken", [b'{"kind":"us', b'{"kind":"user","text":"x"', b"\xff\xfe\x00", b'{"kind":"part"}'])
+@pytest.mark.parametrize(
+    "broken",
+    [b'{"kind":"us', b'{"kind":"user","text":"x"', b"\xff\xfe\x00", b'{"kind":"part"}', b'{"kind":"open","pid":1e999}'],
+)
 def test_what_was_broken_off_costs_itself_only(broken: bytes) -> None:
     session = SessionFile.create("m")
     turn(session, "one", "1")
