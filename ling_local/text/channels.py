@@ -238,12 +238,17 @@ def _no_constant(name: str) -> NoReturn:
 def argument_types(tools: Sequence[str], name: str) -> Mapping[str, Sequence[Any]]:
     """Argument name -> declared types, from the schema of the tool with this name."""
     for tool in tools:
-        schema = json.loads(tool)
+        schema = _schema(tool)
         function = schema.get("function", schema)
         if function.get("name") == name:
             fields = (function.get("parameters") or {}).get("properties")
             return {key: _kinds(field) for key, field in fields.items()} if isinstance(fields, dict) else {}
     return {}
+
+
+@lru_cache(maxsize=256)
+def _schema(tool: str) -> dict[str, Any]:
+    return json.loads(tool)
 
 
 def _kinds(field: Any) -> list[Any]:

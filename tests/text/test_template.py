@@ -329,6 +329,26 @@ def test_splicing_works_where_tags_are_plain_text(template: ChatTemplate) -> Non
     assert any(tuple(following[i : i + len(ids)]) == ids for i in range(len(following)))
 
 
+def test_a_growing_conversation_encodes_only_what_is_new(
+    template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda tokens, text: encoded.append(text) or encode(tokens, text))
+    tokens = ling_tokenizer()
+    turns = (Message("system", "Be brief."), *_chat((), "yes"))
+    first = template.encode(tokens, turns, thinking=False, tools=(TOOL,))
+    encoded.clear()
+    assert template.encode(tokens, turns, thinking=False, tools=(TOOL,)) == first
+    assert encoded == []
+    template.encode(
+        tokens, (*turns, Message("assistant", "no"), Message("user", "four")), thinking=False, tools=(TOOL,)
+    )
+    assert encoded == ["no", "four"]
+    other = tokenizer_without_tags()
+    assert template.encode(other, turns, thinking=False) == ChatTemplate.load(DEMO).encode(other, turns, thinking=False)
+
+
 def test_a_long_conversation_encodes_in_linear_time(template: ChatTemplate) -> None:
     from time import perf_counter
 
