@@ -46,6 +46,8 @@ if TYPE_CHECKING:  # jinja2 and tokenizers cost time, and a raw completion needs
 
 _END_TOKENS = ("<|role_end|>", "<|endoftext|>")
 _TAGS = [f"<{slash}{name}>" for name in ("think", "tool_call", "arg_key", "arg_value") for slash in ("", "/")]
+_FAR_TOO_LONG = 8  # characters for every token that the context holds: with so many a count by pieces is worth it
+_PIECE = 1 << 18
 _DEMO = Path(__file__).parent / "data" / "demo"
 
 
@@ -91,6 +93,22 @@ class TextModel:
             return self.tokens.encode(request.prompt)
         return self.template.encode(self.tokens, request.prompt, thinking=request.thinking, tools=request.tools)
 
+    def check_size(self, request: Request, limit: int) -> None:
+        """Refuse a text that is many times too long before all of it is encoded: a log of gigabytes, say.
+
+        Raises ContextTooLong. A count by pieces may be off by a few tokens, so only twice too much is too much here.
+        """
+        prompt = request.prompt
+        texts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
+        if sum(map(len, texts)) <= _FAR_TOO_LONG * limit:
+            return
+        num = 0
+        for text in texts:
+            for start in range(0, len(text), _PIECE):
+                num += len(self.tokens.encode(text[start : start + _PIECE]))
+                if num > 2 * limit:
+                    raise context_too_long(2 * limit, limit, counted=False)
+
 
 class CancelToken:
     """Ends a running `generate` from another thread or a signal handler; it then ends with CANCELLED."""
@@ -128,6 +146,8 @@ def generate(
     """
     limit = engine.info.context_limit
     taken_s = time.monotonic()
+    if ids is None:
+        text_model.check_size(request, limit)
     ids = text_model.encode(request) if ids is None else ids
     if not ids:
         raise UsageError("the prompt is empty", "Give some text to go on from.")

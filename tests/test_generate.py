@@ -78,6 +78,22 @@ def test_a_prompt_that_is_too_long_is_refused_before_work_with_both_numbers(writ
     assert "50" in caught.value.message
 
 
+@pytest.mark.parametrize("wrap", [str, lambda text: (Message("user", "hi"), Message("user", text))])
+def test_a_prompt_that_is_far_too_long_is_not_encoded_to_its_end(
+    write_script: Write, monkeypatch: pytest.MonkeyPatch, wrap: Any
+) -> None:
+    engine, text_model = opened(write_script(["a"], context=50))
+    encoded: list[int] = []
+    encode = type(text_model.tokens).encode
+    monkeypatch.setattr(room, "_PIECE", 60)
+    monkeypatch.setattr(
+        type(text_model.tokens), "encode", lambda self, text: encoded.append(len(text)) or encode(self, text)
+    )
+    with pytest.raises(ContextTooLong, match=r"more than 100 tokens long; the context holds 50"):
+        next(generate(engine, text_model, Request(wrap("x" * 100_000))))
+    assert sum(encoded) < 200
+
+
 def test_an_empty_prompt_and_a_negative_limit_are_refused(write_script: Write) -> None:
     path = write_script(["a"])
     with pytest.raises(UsageError, match="empty"):
