@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import ling_local.generate as room
 from ling_local.errors import ContextTooLong, ModelError, UsageError
 from ling_local.generate import generate
+from ling_local.text import readers
 from ling_local.types import Finish, FinishReason, Message, Request, StatsEvent, TokenEvent
 from played import CHAT, EOS, Played, Write, opened, play
 
@@ -113,9 +114,9 @@ def test_the_prompt_is_searched_for_its_open_block_while_the_engine_reads_it(
 ) -> None:
     engine, text_model = opened(write_script(["    x\n", "y", EOS]))
     done: list[str] = []
-    begin, code_stop = engine.generate, room.CodeStop
+    begin, code_stop = engine.generate, readers.CodeStop
     monkeypatch.setattr(engine, "generate", lambda asked: done.append("begun") or begin(asked))
-    monkeypatch.setattr(room, "CodeStop", lambda prompt: done.append("searched") or code_stop(prompt))
+    monkeypatch.setattr(readers, "CodeStop", lambda prompt: done.append("searched") or code_stop(prompt))
     played = Played(list(generate(engine, text_model, Request("def f():\n", code_stop=True))))
     assert (played.text(), done) == ("    x\n", ["begun", "searched"])
 
