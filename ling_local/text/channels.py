@@ -32,11 +32,10 @@ class Channels:
     after </think> are dropped, as the template does. Tool calls come with their tags and the blanks around
     them, piece by piece, in the channel TOOL; complete ones are in `calls`. Text after a call is answer. No
     text is lost but think tags and those newlines. <|role_end|> spelt out as the very last text ends the turn:
-    it is not shown and sets `ended`; followed by more text it is an ordinary quote.
+    it is not shown; followed by more text it is an ordinary quote.
     """
 
     def __init__(self, first: Channel, *, has_calls: bool = True) -> None:
-        self.ended = False
         self._has_calls = has_calls
         self._channel = first
         self._held = ""  # a suffix of the stream that may be the beginning of a tag, shorter than the longest
@@ -81,9 +80,7 @@ class Channels:
         """What was still held back, at the end of the stream."""
         out: Pieces = []
         held, self._held = self._held, ""
-        if held == _TURN_END:
-            self.ended = True
-        else:
+        if held != _TURN_END:
             self._plain(held, out)
         self._add(Channel.TOOL, "".join(self._blank), out)
         self._blank.clear()

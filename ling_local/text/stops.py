@@ -17,13 +17,10 @@ class Stops:
     text that could still become a stop is held back. Empty stops are ignored.
 
     hit  the stop that ended the stream, None so far
-    cut  characters of the stream before it: with `hit` set, exactly these were released
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
         self.hit: str | None = None
-        self.cut: int | None = None
-        self._released = 0
         self._node = 0
         self._build(list(dict.fromkeys(stop for stop in stops if stop)))
 
@@ -71,15 +68,11 @@ class Stops:
                 break
         self._node = node
         held = self._depth[node] if self.hit is None else len(self.hit)
-        out = self._release(before, text, self._depth[before] + used - held)
-        if self.hit is not None:
-            self.cut = self._released
-        return out
+        return self._release(before, text, self._depth[before] + used - held)
 
     def _release(self, before: int, text: str, count: int) -> str:
         """The first `count` characters of what was held back at node `before`, followed by text."""
         old = min(count, self._depth[before])
-        self._released += count
         return self._text[before][:old] + text[: count - old]
 
     def close(self) -> str:
