@@ -10,17 +10,27 @@ from typing import Any, NoReturn
 
 from ling_local.errors import ModelError
 from ling_local.text.clean import check_text
+from ling_local.text.tags import (
+    CALL,
+    CALL_END,
+    KEY,
+    KEY_END,
+    THINK,
+    THINK_END,
+    TURN_END,
+    VALUE,
+    VALUE_END,
+    held_length,
+    pattern,
+)
 from ling_local.types import Channel, Message, ToolCall
 
 Pieces = list[tuple[Channel, str]]
 
-_TURN_END = "<|role_end|>"
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
-_THINK, _THINK_END = "<think>", "</think>"
 # A newline before a call is the template's separator, so it goes with the call and not with the answer.
-_OPENING = (_CALL, "\n" + _CALL)
-_CLOSING = {Channel.THINKING: (_THINK_END,), Channel.ANSWER: (), Channel.TOOL: (_CALL_END,)}
-_LEADING = (_THINK, _THINK_END)  # tags of an answer's very start: thinking opened or closed once more
+_OPENING = (CALL, "\n" + CALL)
+_CLOSING = {Channel.THINKING: (THINK_END,), Channel.ANSWER: (), Channel.TOOL: (CALL_END,)}
+_LEADING = (THINK, THINK_END)  # tags of an answer's very start: thinking opened or closed once more
 
 
 class Channels:
@@ -62,7 +72,7 @@ class Channels:
         data, at = self._held + text, 0
         while True:
             tags = self._tags()
-            found = _pattern(tags).search(data, at)
+            found = pattern(tags).search(data, at)
             if found is None:
                 break
             self._plain(data[at : found.start()], out)
@@ -71,7 +81,7 @@ class Channels:
                 at = found.end()
             else:
                 at = found.start()
-        keep = _held_length(data, at, self._tags())
+        keep = held_length(data, at, (*self._tags(), TURN_END))
         self._plain(data[at : len(data) - keep], out)
         self._held = data[len(data) - keep :] if keep else ""
         return out
@@ -80,7 +90,7 @@ class Channels:
         """What was still held back, at the end of the stream."""
         out: Pieces = []
         held, self._held = self._held, ""
-        if held != _TURN_END:
+        if held != TURN_END:
             self._plain(held, out)
         self._add(Channel.TOOL, "".join(self._blank), out)
         self._blank.clear()
@@ -118,12 +128,12 @@ class Channels:
             self._strip = False
         self._add(Channel.TOOL, "".join(self._blank), out)
         self._blank.clear()
-        if tag == _THINK:
+        if tag == THINK:
             self._channel = Channel.THINKING
-        elif tag == _THINK_END:
+        elif tag == THINK_END:
             self._channel, self._strip = Channel.ANSWER, True
             self._fresh, self._after_call = False, False
-        elif tag == _CALL_END:
+        elif tag == CALL_END:
             self._add(Channel.TOOL, tag, out)
             self._calls.append("".join(self._call) + tag)
             self._call.clear()
@@ -131,7 +141,7 @@ class Channels:
         else:
             self._add(Channel.TOOL, tag, out)
             self._channel = Channel.TOOL
-            self._call.append(_CALL)
+            self._call.append(CALL)
 
     @staticmethod
     def _add(channel: Channel, text: str, out: Pieces) -> None:
@@ -143,23 +153,7 @@ class Channels:
             out.append((channel, text))
 
 
-@lru_cache(maxsize=16)
-def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, tags)) or r"(?!)")
-
-
-def _held_length(data: str, start: int, tags: tuple[str, ...]) -> int:
-    """How much of the end of data[start:] may still become a tag, or is (the beginning of) the turn's end."""
-    for length in range(min(len(data) - start, len(_TURN_END)), 0, -1):
-        suffix = data[-length:]
-        if _TURN_END.startswith(suffix) or any(tag.startswith(suffix) for tag in tags):
-            return length
-    return 0
-
-
 _NAME = re.compile(r"\s*(?:<tool_call>)?\s*(.*?)(?=\s|<arg_key>|</tool_call>|\Z)", re.DOTALL)
-_KEY, _KEY_END = "<arg_key>", "</arg_key>"
-_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 
 
 def parse_tool_call(text: str, tools: Sequence[str] = ()) -> ToolCall:
@@ -175,12 +169,12 @@ def parse_tool_call(text: str, tools: Sequence[str] = ()) -> ToolCall:
     types = argument_types(tools, name)
     arguments: dict[str, Any] = {}
     at = head.end() if head else 0
-    while (key_at := text.find(_KEY, at)) >= 0:
-        key, at = _until(text, key_at + len(_KEY), _KEY_END)
-        value_at = text.find(_VALUE, at)
+    while (key_at := text.find(KEY, at)) >= 0:
+        key, at = _until(text, key_at + len(KEY), KEY_END)
+        value_at = text.find(VALUE, at)
         if value_at < 0 or text[at:value_at].strip():  # a key that has no value of its own
             continue
-        value, at = _until(text, value_at + len(_VALUE), _VALUE_END)
+        value, at = _until(text, value_at + len(VALUE), VALUE_END)
         arguments[key.strip()] = read_value(value, types.get(key.strip(), ()))
     return ToolCall(check_text(name), check_text(json.dumps(arguments, ensure_ascii=False)))
 
@@ -199,7 +193,7 @@ def reads_as(text: str, first: Channel, turn: Message, tools: Sequence[str] = ()
         calls = [parse_tool_call(call, tools) for call in channels.calls]
     except ModelError:
         return None
-    if said[Channel.TOOL].count(_CALL) != len(turn.tool_calls) or _meanings(calls) != _meanings(turn.tool_calls):
+    if said[Channel.TOOL].count(CALL) != len(turn.tool_calls) or _meanings(calls) != _meanings(turn.tool_calls):
         return None
     return channels.channel
 
@@ -213,7 +207,7 @@ def _until(text: str, start: int, end: str) -> tuple[str, int]:
     stop = text.find(end, start)
     if stop >= 0:
         return text[start:stop], stop + len(end)
-    return text[start:].removesuffix(_CALL_END).removesuffix("\n"), len(text)
+    return text[start:].removesuffix(CALL_END).removesuffix("\n"), len(text)
 
 
 def read_value(text: str, kinds: Sequence[Any]) -> Any:
