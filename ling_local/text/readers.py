@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ling_local.text.channels import Channels
-from ling_local.text.stops import CodeStop, Stops
+from ling_local.text.code_stop import CodeStop
+from ling_local.text.stops import Stops
 from ling_local.text.stream import StreamText
 from ling_local.types import Channel
 

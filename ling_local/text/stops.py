@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from ling_local.text.code_stop import CodeStop
-
-__all__ = ["CodeStop", "Stops"]
-
 
 class Stops:
     """Ends a stream before the stop string that completes first.

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ling_local.text.channels import Channels
 from ling_local.text.clean import Newlines, read_text, visible
-from ling_local.text.stops import CodeStop, Stops
+from ling_local.text.code_stop import CodeStop
+from ling_local.text.stops import Stops
 from ling_local.text.stream import StreamText
 from ling_local.types import Channel
 

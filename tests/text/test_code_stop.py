@@ -6,7 +6,7 @@ from time import perf_counter
 
 import pytest
 
-from ling_local.text.stops import CodeStop
+from ling_local.text.code_stop import CodeStop
 
 CASES = {
     "body of an open def": ("def add(a, b):\n    return", " a + b\n", "\n\ndef sub(a, b):\n    return a - b\n"),
