@@ -91,7 +91,12 @@ class TextModel:
             return self.tokens.encode(request.prompt)
         return self.template.encode(self.tokens, request.prompt, thinking=request.thinking, tools=request.tools)
 
-    def check_size(self, request: Request, limit: int) -> None:
+    def prompt_ids(self, request: Request, limit: int) -> tuple[int, ...]:
+        """`encode` for a context of `limit` ids: UsageError too where there are none, ContextTooLong."""
+        self._check_size(request, limit)
+        return _fitting(self.encode(request), limit)
+
+    def _check_size(self, request: Request, limit: int) -> None:
         """Refuse a text that is many times too long before all of it is encoded: a log of gigabytes, say.
 
         Raises ContextTooLong. A count by pieces may be off by a few tokens, so only twice too much is too much here.
@@ -137,17 +142,14 @@ def generate(
 ) -> Iterator[Event]:
     """Run a request. Closing the iterator cancels it, and so does an exception inside of it (Ctrl-C).
 
-    ids: those of the prompt, where `text_model.encode` has made them before.
+    ids: those of the prompt, where `text_model.prompt_ids` has made them before.
 
     Waits for an engine that still loads; figures start after that. Raises before work: ContextTooLong,
     UsageError (no prompt, a negative max_tokens), EngineBusy; and whatever the engine fails with.
     """
     limit = engine.info.context_limit
     taken_s = time.monotonic()
-    if ids is None:
-        text_model.check_size(request, limit)
-    ids = text_model.encode(request) if ids is None else ids
-    check_prompt(ids, limit)
+    ids = text_model.prompt_ids(request, limit) if ids is None else _fitting(ids, limit)
     max_tokens = limit - len(ids) if request.max_tokens is None else request.max_tokens
     if max_tokens < 0:
         raise UsageError(f"max_tokens is {max_tokens}", "Give 0 or more.")
@@ -157,7 +159,7 @@ def generate(
         return
     stop_ids = frozenset() if request.ignore_eos else text_model.stop_ids
     asked = TokenRequest(
-        tuple(ids),
+        ids,
         request.sampling,
         min(max_tokens, limit - len(ids)),
         stop_ids,
@@ -168,12 +170,12 @@ def generate(
     yield from _events(engine, asked, _budget(text_model, request, reader), reader, tally, cancel)
 
 
-def check_prompt(ids: Sequence[int], limit: int) -> None:
-    """Raises UsageError for a prompt without ids, ContextTooLong for one that leaves no room in the context."""
+def _fitting(ids: Sequence[int], limit: int) -> tuple[int, ...]:
     if not ids:
         raise UsageError("the prompt is empty", "Give some text to go on from.")
     if len(ids) >= limit:
         raise context_too_long(len(ids), limit)
+    return tuple(ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from ling_local import __version__
 from ling_local.engine.protocol import Engine, EngineInfo
 from ling_local.errors import EngineDied, LingError, UsageError
-from ling_local.generate import TextModel, check_prompt, generate
+from ling_local.generate import TextModel, generate
 from ling_local.serve.errors import ApiError, retry_later, stopping
 from ling_local.serve.memory import Memory
 from ling_local.serve.shapes import Head
@@ -76,9 +76,9 @@ class Service:
         prompt = call.request.prompt
         if not isinstance(prompt, str):
             call = replace(call, request=replace(call.request, prompt=self.memory.recall(prompt)))
-        ids = await asyncio.to_thread(self.text_model.encode, call.request)  # takes time: not for the event loop
-        check_prompt(ids, self.ready().context_limit)
-        return call, tuple(ids)
+        limit = self.ready().context_limit
+        # takes time: not for the event loop
+        return call, await asyncio.to_thread(self.text_model.prompt_ids, call.request, limit)
 
     def failed(self, error: BaseException) -> None:
         """Write to the log what the client was told, and the trace of what nobody foresaw. The engine's end is ours."""

@@ -88,7 +88,7 @@ def test_one_thread_looks_and_keeps_though_texts_are_encoded_in_another() -> Non
     """While a turn is looked up, none may be dropped."""
     threads: list[int] = []
     recalling = SimpleNamespace(recall=lambda messages: threads.append(threading.get_ident()) or messages)
-    encoding: Any = SimpleNamespace(encode=lambda request: threads.append(threading.get_ident()) or [1])
+    encoding: Any = SimpleNamespace(prompt_ids=lambda request, limit: threads.append(threading.get_ident()) or (1,))
     engine = SimpleNamespace(info=SimpleNamespace(context_limit=9))
     about: Any = {"engine": engine, "settings": {}, "say": None, "info": engine.info}
     service = Service(text_model=encoding, names=("m",), slot=Slot(1), memory=recalling, **about)

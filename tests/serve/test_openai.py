@@ -118,7 +118,7 @@ def test_arguments_may_spell_what_utf8_cannot(client) -> None:
         (call,) = (
             api.chat.completions.create(model="script", messages=HELLO, tools=[TOOL]).choices[0].message.tool_calls
         )
-    assert call.function.arguments == '{"mode": "\ud83d"}'
+    assert call.function.arguments == '{"mode": "\ufffd"}'
 
 
 def test_several_calls_or_one_as_the_client_wants(client) -> None:
