@@ -108,7 +108,7 @@ class SequenceState:
         padded = stop_ids + [-1] * (MAX_STOP_IDS - len(stop_ids))
         self.stop_ids.copy_(torch.tensor(padded, dtype=torch.int64))
         self.sampling.temperature.fill_(params.temperature)
-        self.sampling.top_k.fill_(params.top_k)
+        self.sampling.top_k.fill_(min(params.top_k, self.sampling.vocab))  # more than all is all, and fits 64 bits
         self.sampling.top_p.fill_(params.top_p)
         self.sampling.seed.fill_(params.seed)
         self.sampling = self.sampling._replace(greedy=is_greedy(params))

@@ -292,6 +292,11 @@ def test_top_k_of_one_is_greedy(engine: NativeEngine) -> None:
     assert tokens(run(engine, PROMPT, sampling=params)) == tokens(run(engine, PROMPT))
 
 
+def test_a_top_k_beyond_the_vocabulary_filters_nothing(engine: NativeEngine) -> None:
+    beyond, off = (SamplingParams(temperature=1.5, top_k=k, seed=3) for k in (10**20, 0))
+    assert tokens(run(engine, PROMPT, sampling=beyond)) == tokens(run(engine, PROMPT, sampling=off))
+
+
 def test_bfloat16_runs_and_is_close(folder: Path, engine: NativeEngine) -> None:
     low = NativeEngine.load(folder, dtype="bfloat16")
     assert len(tokens(run(low, PROMPT, 20))) == 20
