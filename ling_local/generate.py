@@ -313,7 +313,7 @@ def _eos_ids(folder: Path) -> set[int]:
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         try:
-            data: Any = json.loads((folder / name).read_text(encoding="utf-8"))
+            data: Any = json.loads((folder / name).read_text(encoding="utf-8-sig"))
             value = data.get("eos_token_id")
         except FileNotFoundError:
             continue

@@ -7,6 +7,7 @@ by name, so that a checkpoint is never run with the wrong formula in silence.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from ling_local.errors import ModelError
 ARCHITECTURE = "BailingMoeV3ForCausalLM"
 DRAFT_ARCHITECTURES = ("LingDSparkModel", "DSparkDraftModel", "Qwen3DSparkModel")
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
+MAX_BLOCK = 15  # drafts that fit a window beside its anchor (ROW_TILE of ling_kernels, which imports torch)
 
 # Switches with one supported value. A missing key means that value (older files leave some out).
 REQUIRED: dict[str, Any] = {
@@ -168,8 +170,6 @@ def model_config(data: Mapping[str, Any], where: str = "config.json") -> ModelCo
     _refuse_unsupported(data, keys)
     heads = keys.integer("num_attention_heads")
     layers = keys.integer("num_hidden_layers")
-    rope = data.get("rope_parameters") or {}
-    eos = data.get("eos_token_id", ())
     config = ModelConfig(
         vocab_size=keys.integer("vocab_size"),
         hidden_size=keys.integer("hidden_size"),
@@ -191,15 +191,15 @@ def model_config(data: Mapping[str, Any], where: str = "config.json") -> ModelCo
         qk_nope_head_dim=keys.integer("qk_nope_head_dim"),
         qk_rope_head_dim=keys.integer("qk_rope_head_dim"),
         v_head_dim=keys.integer("v_head_dim"),
-        rope_theta=_Keys({**rope, **data}, where).number("rope_theta"),
-        rms_norm_eps=keys.number("rms_norm_eps"),
+        rope_theta=keys.rope_theta(),
+        rms_norm_eps=keys.number("rms_norm_eps", above=0),
         kda_lower_bound=keys.number("kda_lower_bound"),
         max_position_embeddings=keys.integer("max_position_embeddings"),
         num_mtp_layers=keys.integer("num_nextn_predict_layers", minimum=0, default=0),
         expert_limits=keys.limits("expert_swiglu_limit_list", layers),
         shared_limits=keys.limits("share_expert_swiglu_limit_list", layers),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
-        pad_token_id=data.get("pad_token_id"),
+        eos_token_ids=keys.ids("eos_token_id"),
+        pad_token_id=next(iter(keys.ids("pad_token_id")), None),
     )
     _check_shape(config, data, keys)
     return config
@@ -212,25 +212,25 @@ def load_draft_config(folder: Path, target: ModelConfig) -> DraftConfig:
 
 def draft_config(data: Mapping[str, Any], target: ModelConfig, where: str = "config.json") -> DraftConfig:
     """The checked DraftConfig. Keys may be nested in dflash_config or dspark_config (dspark.md section 1.4)."""
-    flat = {**(data.get("dflash_config") or {}), **(data.get("dspark_config") or {}), **data}
+    nested = _Keys(data, where)
+    flat = {**nested.table("dflash_config"), **nested.table("dspark_config"), **data}
     flat |= {key.removeprefix("dspark_"): value for key, value in data.items() if key.startswith("dspark_")}
     keys = _Keys(flat, where)
-    names = flat.get("architectures") or []
-    if not set(names) & set(DRAFT_ARCHITECTURES):
+    names = keys.items("architectures")
+    if not any(name in DRAFT_ARCHITECTURES for name in names):
         keys.refuse("architectures", names, f"one of {', '.join(DRAFT_ARCHITECTURES)}")
     rank = keys.integer("markov_rank")
     head = flat.get("markov_head_type", "vanilla")
     if head not in MARKOV_HEADS:
         keys.refuse("markov_head_type", head, f"one of {', '.join(MARKOV_HEADS)}")
-    scaling = dict(flat.get("rope_scaling") or {})
+    scaling = dict(keys.table("rope_scaling"))
     rope_dim = scaling.pop("rope_dim", None)
     scaling = {k: v for k, v in scaling.items() if not (k in ("type", "rope_type") and v == "default")}
     if scaling:
         keys.refuse("rope_scaling", scaling, "none (the long context is native)")
-    if any(kind != "full_attention" for kind in flat.get("layer_types") or []):
+    if any(kind != "full_attention" for kind in keys.items("layer_types")):
         keys.refuse("layer_types", flat["layer_types"], "full_attention only")
     head_dim = keys.integer("head_dim")
-    rope = {**(flat.get("rope_parameters") or {}), **flat}
     taps = flat.get("target_layer_ids")
     if not isinstance(taps, list) or not taps or any(not isinstance(i, int) for i in taps):
         keys.refuse("target_layer_ids", taps, "a list of layer numbers")
@@ -252,10 +252,10 @@ def draft_config(data: Mapping[str, Any], target: ModelConfig, where: str = "con
         confidence_head=bool(flat.get("enable_confidence_head", False)),
         confidence_with_markov=bool(flat.get("confidence_head_with_markov", True)),
         sample_from_anchor=bool(flat.get("sample_from_anchor", True)),
-        rope_theta=_Keys(rope, where).number("rope_theta"),
+        rope_theta=keys.rope_theta(),
         rope_neox=bool(flat.get("rope_is_neox_style", flat.get("is_neox_style", True))),
-        rope_dim=int(rope_dim or head_dim),
-        rms_norm_eps=keys.number("rms_norm_eps"),
+        rope_dim=head_dim if rope_dim is None else rope_dim,
+        rms_norm_eps=keys.number("rms_norm_eps", above=0),
         max_position_embeddings=keys.integer("max_position_embeddings"),
     )
     if (config.vocab_size, config.hidden_size) != (target.vocab_size, target.hidden_size):
@@ -266,6 +266,12 @@ def draft_config(data: Mapping[str, Any], target: ModelConfig, where: str = "con
         )
     if config.mask_token_id >= config.vocab_size:
         keys.refuse("mask_token_id", config.mask_token_id, f"an id below {config.vocab_size}")
+    if config.block_size > MAX_BLOCK:
+        keys.refuse("block_size", config.block_size, f"at most {MAX_BLOCK} drafts a step")
+    if config.num_heads % config.num_kv_heads:
+        keys.refuse("num_key_value_heads", config.num_kv_heads, f"a divisor of {config.num_heads}")
+    if config.rope_dim not in range(2, head_dim + 1, 2):
+        keys.refuse("rope_scaling", flat.get("rope_scaling"), f"an even rope_dim up to {head_dim}")
     return config
 
 
@@ -295,11 +301,41 @@ class _Keys:
             self.refuse(names[0], value, f"a whole number from {minimum} up")
         return value
 
-    def number(self, *names: str) -> float:
-        value = self._get(names, None)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.refuse(names[0], value, "a number")
+    def number(self, name: str, above: float = -math.inf) -> float:
+        value = self._get((name,), None)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
+            self.refuse(name, value, "a number" if above < 0 else f"a number above {above}")
         return float(value)
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """A nested object, empty where there is none."""
+        value = self.data.get(name)
+        if value is not None and not isinstance(value, dict):
+            self.refuse(name, value, "an object")
+        return value or {}
+
+    def items(self, name: str) -> list[Any]:
+        """A list, empty where there is none."""
+        value = self.data.get(name)
+        if value is not None and not isinstance(value, list):
+            self.refuse(name, value, "a list")
+        return value or []
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """Token ids: none, one or a list of them."""
+        value = self.data.get(name)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in found):
+            self.refuse(name, value, "token ids")
+        return tuple(found)
+
+    def rope_theta(self) -> float:
+        """The base of the rope's angles, also where transformers has put it. Refuses a rope that is scaled."""
+        rope = self.table("rope_parameters")
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind not in (None, "default"):
+            self.refuse("rope_parameters", rope, "rope_type default (the long context is native)")
+        return _Keys({**rope, **self.data}, self.where).number("rope_theta", above=0)
 
     def limits(self, name: str, layers: int) -> tuple[float, ...]:
         value = self.data.get(name)
@@ -312,11 +348,11 @@ class _Keys:
 
 
 def _refuse_unsupported(data: Mapping[str, Any], keys: _Keys) -> None:
-    if ARCHITECTURE not in (data.get("architectures") or []) or data.get("model_type") != "bailing_hybrid":
+    if ARCHITECTURE not in keys.items("architectures") or data.get("model_type") != "bailing_hybrid":
         found = {"architectures": data.get("architectures"), "model_type": data.get("model_type")}
         keys.refuse("the architecture", found, f"{ARCHITECTURE} with model_type bailing_hybrid")
-    if data.get("quantization_config"):
-        method = data["quantization_config"].get("quant_method", "unknown")
+    if quantization := keys.table("quantization_config"):
+        method = quantization.get("quant_method", "unknown")
         keys.refuse("quantization_config", method, "bf16 checkpoints for now (fp8, fp4 and int4 are not read yet)")
     for key, supported in REQUIRED.items():
         if key in data and data[key] != supported:
@@ -352,3 +388,6 @@ def _check_shape(config: ModelConfig, data: Mapping[str, Any], keys: _Keys) -> N
             keys.refuse(key, data[key], str(expected))
     if rope % 2:
         keys.refuse("qk_rope_head_dim", rope, "an even number")
+    if not -5.0 <= config.kda_lower_bound < 0:
+        # prefill takes 16 tokens at once: exp(16 * 5) is the most that fp32 holds
+        keys.refuse("kda_lower_bound", config.kda_lower_bound, "a number from -5 up to 0")

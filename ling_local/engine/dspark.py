@@ -11,7 +11,7 @@ from ling_kernels.ops import DraftParams, Ops, Proposal
 from ling_kernels.reference.mla import rope_table
 from ling_local.engine.config import DraftConfig
 from ling_local.engine.model import Hidden
-from ling_local.engine.state import SequenceState
+from ling_local.engine.state import SequenceState, rows_by_position
 from ling_local.engine.weights import Weights
 
 
@@ -38,7 +38,7 @@ class DSpark:
     def attach(self, state: SequenceState, weights: Weights) -> None:
         config, rows = self.config, state.latent.shape[1]
         shape = (config.num_layers, 2, rows, self.params.num_kv_heads, config.head_dim)
-        state.draft_context = torch.zeros(shape, dtype=weights.dtype, device=state.latent.device)
+        state.draft_context = rows_by_position(shape, weights.dtype, state.latent.device)
         state.draft_rope = rope_table(rows, config.rope_dim, config.rope_theta, state.latent.device)
 
     def absorb(

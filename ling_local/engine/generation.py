@@ -81,7 +81,8 @@ class NativeGeneration:
                 if engine.running is self:
                     engine._remember()
         except (Exception, KeyboardInterrupt):
-            engine._forget()  # the state may stand between two tokens
+            self.read = self.granted  # what was granted ahead is gone with the state
+            engine._forget()  # it may stand between two tokens
             raise
         finally:
             self.close()

@@ -13,7 +13,7 @@ from ling_local.engine.drafter import Drafter
 from ling_local.engine.protocol import Progress, ProgressFn
 from ling_local.engine.shard import rank_config
 from ling_local.engine.state import SequenceState
-from ling_local.engine.weights import Weights
+from ling_local.engine.weights import Weights, host_free_bytes
 from ling_local.errors import OutOfMemory
 
 GIB = 2**30
@@ -144,10 +144,4 @@ def fitting_context(weights: Weights, drafter: Drafter | None, wanted: int, free
 
 def free_bytes(device: str) -> int:
     """What can be had there now: of a GPU, or of host memory (0 where nobody can tell)."""
-    if device != "cpu":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as meminfo:  # counts page cache that can be dropped
-            return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable"))
-    except (OSError, ValueError, StopIteration):
-        return 0
+    return host_free_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]

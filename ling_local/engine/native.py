@@ -36,7 +36,6 @@ from ling_local.engine.work import RankWork
 from ling_local.errors import ContextTooLong, EngineBusy, EngineError, UsageError
 from ling_local.types import SamplingParams, TokenRequest
 
-KEPT_SNAPSHOTS = 8
 SMALL_BYTES = 2**28  # weights below this leave more than two threads nothing to do
 
 
@@ -107,6 +106,7 @@ class NativeEngine(RankWork):
                 f"give --ctx a number from 1 to {config.max_position_embeddings}",
             )
         gpu = None if device == "cpu" else gpu or GpuOptions()
+        most = _few_threads(source, dtype, threads) if not gpu else 0
         with errors_in_words("to load the model", device):
             source.check()
             ops = open_gpu_ops(device, dtype, gpu, progress, board) if gpu else ling_kernels.load(device, board=board)
@@ -124,10 +124,8 @@ class NativeEngine(RankWork):
                 board.share()  # before the first steps: in them a rank waits for the others only so long
             if gpu:
                 engine.capture_steps(progress)
-        if threads:
-            torch.set_num_threads(threads)
-        elif not gpu and info.weight_bytes < SMALL_BYTES:
-            engine.threads = ThreadRule(min(torch.get_num_threads(), 2))
+        if most:
+            engine.threads = ThreadRule(most)
             engine.time_steps()
         return engine
 
@@ -139,7 +137,6 @@ class NativeEngine(RankWork):
     def time_steps(self) -> None:
         """Run each kind of step a few times on a state of its own: code and weights get warm, and the width rule
         knows from the first token on what a step costs here. A tenth of a second for a small model."""
-        torch.set_num_threads(1)
         block = self._info.block
         widths = sorted({1, min(PIECE, block + 1), block + 1}) if block else []
         kinds = [(1, 0)] * (PLAIN_FIRST + 1) + [(width, block) for width in widths for _ in range(2)]
@@ -268,6 +265,19 @@ class NativeEngine(RankWork):
         ids = values[RING_HEADER : RING_HEADER + values[1]]
         sure = [v / 1e6 for v in values[RING_HEADER + ROW_TILE :]]
         return RingEntry(*values[:RING_HEADER], tuple(ids), tuple(sure), gpu_s)
+
+
+def _few_threads(source: Source, dtype: str, threads: int) -> int:
+    """Set torch's threads for a load on a CPU: `threads`, or one for a small model, whose tensors are read in less time
+    than other threads need to wake. The most that its steps may try then; 0 where the number stays."""
+    size = source.shard.size
+    if threads:
+        torch.set_num_threads(threads)
+    elif memory_bytes(model_layout(source.config, size), DTYPES[dtype].itemsize, size) < SMALL_BYTES:
+        most = min(torch.get_num_threads(), 2)
+        torch.set_num_threads(1)
+        return most
+    return 0
 
 
 def _plan(source: Source, ghost: Weights, drafter: Drafter | None, device: str, context: int) -> MemoryPlan:

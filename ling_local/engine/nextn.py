@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ling_kernels.ops import ROW_TILE, Ops, Proposal
 from ling_local.engine.model import Hidden, feed_forward
-from ling_local.engine.state import SequenceState
+from ling_local.engine.state import SequenceState, rows_by_position
 from ling_local.engine.weights import Weights
 
 MAX_DEPTH = 8
@@ -58,7 +58,7 @@ class Nextn:
         return ()
 
     def attach(self, state: SequenceState, weights: Weights) -> None:
-        state.mtp_latent = torch.zeros_like(state.latent[0])
+        state.mtp_latent = rows_by_position(state.latent.shape[1:], state.latent.dtype, state.latent.device)
         # every row of the last window: which of them counts is known only after the verdict
         state.mtp_rows = torch.zeros(
             ROW_TILE, weights.embedding.shape[1], dtype=weights.dtype, device=state.latent.device

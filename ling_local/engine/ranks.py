@@ -242,10 +242,14 @@ def _start(theirs: socket.socket, pass_fds: Sequence[int]) -> subprocess.Popen[b
     # -P: a random.py in the working directory is not for the worker. SIGINT stays blocked in it until it has
     # said that it ignores it, or a Ctrl-C while Python starts up would end it.
     command = [sys.executable, "-P", "-m", "ling_local.engine.worker", str(theirs.fileno())]
+    # torch's threads sleep while they wait for each other: on a busy machine those that spin keep the core from the one
+    # they wait for (a step of the demo on two threads took 870 ms, and so 54)
+    env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(
             command,
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -6,8 +6,10 @@ length tokens have been through the model: recurrent states and conv history sta
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,11 +19,23 @@ from ling_local.engine.config import ModelConfig
 from ling_local.types import SamplingParams
 
 RING_SLOTS = 8  # more than the steps that are ever granted ahead
+ALIGNMENT = 64  # bytes, as torch's own memory: a product's bits may depend on it
 
 
 def is_greedy(params: SamplingParams) -> bool:
     """No draw is needed: a mode that is fixed for a request, and for a captured graph."""
     return params.temperature == 0 or params.top_k == 1
+
+
+def rows_by_position(shape: tuple[int, ...], dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    """Zeros for as many positions as the context has. On a CPU each page is taken when it is first written: torch would
+    write all of them at once, gigabytes for a long context."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8))
+    start = -raw.data_ptr() % ALIGNMENT
+    return raw[start : start + num_bytes].view(dtype).view(shape)
 
 
 class Window(NamedTuple):
@@ -48,7 +62,7 @@ class SequenceState:
     recurrent [kda layers, H, head, head] fp32 as [value, key]; conv [kda layers, 3, 3P]; latent [mla layers, C, L+r];
     rope [C, r] fp32; remaining, step [] int64; done [] bool; stop_ids [MAX_STOP_IDS]; ring [RING_SLOTS, RING_HEADER +
     2 * ROW_TILE] int64; sampling. extent: host bound of the positions in use, a multiple of the attention's split; how
-    large it is changes time, never bits.
+    large it is changes time, never bits. touched: the largest that it was.
 
     ids, positions [ROW_TILE] int64 are the next window's rows, so that nothing is launched to make it. length [],
     anchor [] and drafts [ROW_TILE - 1] are views of them: positions are set by `stand_at` and `advance` only.
@@ -72,7 +86,7 @@ class SequenceState:
         self.context = context
         self.recurrent = torch.zeros(num_kda, heads, head, head, dtype=torch.float32, device=device)
         self.conv = torch.zeros(num_kda, 3, 3 * heads * head, dtype=dtype, device=device)
-        self.latent = torch.zeros(len(config.mla_layers), rows, config.latent_dim, dtype=dtype, device=device)
+        self.latent = rows_by_position((len(config.mla_layers), rows, config.latent_dim), dtype, device)
         self.rope = rope_table(rows, config.qk_rope_head_dim, config.rope_theta, device)
         self.ids = torch.zeros(ROW_TILE, dtype=torch.int64, device=device)
         self.positions = torch.arange(ROW_TILE, device=device)
@@ -84,7 +98,7 @@ class SequenceState:
         words = torch.zeros(2, dtype=torch.int64, device=device)
         reals = torch.ones(2, dtype=torch.float32, device=device)
         self.sampling = Sampling(True, reals[0], words[0], reals[1], words[1], vocab)
-        self.extent = SPLIT
+        self.extent = self.touched = SPLIT
 
     @property
     def limits(self) -> Limits:
@@ -93,6 +107,7 @@ class SequenceState:
     def reserve(self, length: int) -> None:
         """Say on the host that positions up to `length` + ROW_TILE may be in use from now on."""
         self.extent = min(-(-(length + ROW_TILE) // SPLIT) * SPLIT, self.latent.shape[1])
+        self.touched = max(self.touched, self.extent)
 
     def stand_at(self, length: int) -> None:
         """Say that `length` tokens have been through the model."""
@@ -108,7 +123,7 @@ class SequenceState:
         padded = stop_ids + [-1] * (MAX_STOP_IDS - len(stop_ids))
         self.stop_ids.copy_(torch.tensor(padded, dtype=torch.int64))
         self.sampling.temperature.fill_(params.temperature)
-        self.sampling.top_k.fill_(params.top_k)
+        self.sampling.top_k.fill_(min(params.top_k, self.sampling.vocab))  # more than all is all, and fits 64 bits
         self.sampling.top_p.fill_(params.top_p)
         self.sampling.seed.fill_(params.seed)
         self.sampling = self.sampling._replace(greedy=is_greedy(params))
@@ -127,10 +142,12 @@ class SequenceState:
 
     def clear(self) -> None:
         """As new: nothing of any earlier sequence is left, not even rubbish past its end."""
-        drafter = (self.draft_context, self.mtp_latent, self.mtp_rows, self.mtp_hidden)
-        for tensor in (self.recurrent, self.conv, self.latent, self.ring, *drafter):
+        for tensor in (self.recurrent, self.conv, self.ring, self.mtp_rows, self.mtp_hidden):
             if tensor is not None:
                 tensor.zero_()
+        for rows, dim in ((self.latent, 1), (self.mtp_latent, 0), (self.draft_context, 2)):
+            if rows is not None:
+                rows.narrow(dim, 0, self.touched).zero_()
         self.stand_at(0)
         self.done.fill_(True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,15 +83,19 @@ def load_weights(
     return assemble(config, fields, shard)
 
 
+def host_free_bytes() -> int:
+    """Host memory that can be had now, 0 where nobody can tell."""
+    try:
+        with open("/proc/meminfo") as meminfo:  # counts page cache that can be dropped
+            return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable"))
+    except (OSError, ValueError, StopIteration):
+        return 0
+
+
 def check_memory(folder: Path | str, needed: int, dtype: torch.dtype) -> None:
     """OutOfMemory with both numbers if the weights cannot fit into free host memory."""
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        with open("/proc/meminfo") as meminfo:  # counts page cache that can be dropped, unlike AVPHYS
-            free = next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable"))
-    except (OSError, ValueError, StopIteration):
-        return  # no way to know here: let the allocation speak
-    if needed > free:
+    free = host_free_bytes()
+    if free and needed > free:
         raise OutOfMemory(
             f"{folder}: the weights need {needed / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free",
             "close other programs, use a smaller model" + (", or --dtype bfloat16" if dtype.itemsize == 4 else ""),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from checkpoints import GOLDEN, config_json
-from ling_local.engine.config import REQUIRED, draft_config, load_model_config, model_config
+from ling_kernels.ops import ROW_TILE
+from ling_local.engine.config import MAX_BLOCK, REQUIRED, draft_config, load_model_config, model_config
 from ling_local.errors import ModelError
 from published import DRAFT, FLASH
 
@@ -45,6 +46,16 @@ def test_an_unsupported_switch_is_refused_by_name(key: str) -> None:
         ("hidden_size", "64"),
         ("hidden_size", None),
         ("rope_theta", "big"),
+        ("rope_theta", 0),
+        ("rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
+        ("rope_parameters", [6e6]),
+        ("rms_norm_eps", float("nan")),
+        ("routed_scaling_factor", float("inf")),
+        ("kda_lower_bound", -20),  # a tile of a prefill would overflow
+        ("quantization_config", "fp8"),
+        ("architectures", 7),
+        ("eos_token_id", "3"),
+        ("pad_token_id", [1.5]),
     ],
 )
 def test_a_bad_value_is_refused_by_name(key: str, value: object) -> None:
@@ -98,6 +109,8 @@ def test_goldens_are_read() -> None:
     [
         ("architectures", ["Qwen3ForCausalLM"]),
         ("block_size", None),
+        ("block_size", 16),
+        ("num_key_value_heads", 3),
         ("mask_token_id", None),
         ("mask_token_id", 157184),
         ("markov_rank", 0),
@@ -107,12 +120,21 @@ def test_goldens_are_read() -> None:
         ("target_layer_ids", None),
         ("rope_theta", None),
         ("rope_scaling", {"type": "yarn", "factor": 2}),
+        ("rope_scaling", "yarn"),
+        ("rope_scaling", {"rope_dim": 130}),
+        ("rope_parameters", {"rope_type": "yarn"}),
         ("layer_types", ["sliding_attention"]),
+        ("layer_types", 5),
+        ("dspark_config", [1]),
     ],
 )
 def test_a_draft_is_never_guessed(key: str, value: object) -> None:
     with pytest.raises(ModelError, match=key):
         draft_config({**DRAFT, key: value}, model_config(config_json(**FLASH)))
+
+
+def test_the_largest_block_fills_a_window() -> None:
+    assert MAX_BLOCK + 1 == ROW_TILE
 
 
 def test_a_draft_of_another_model_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from ling_local.engine import memory
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.protocol import Dummy, Progress
 from ling_local.engine.source import DummySource, FolderSource
+from ling_local.engine.state import rows_by_position
 from ling_local.errors import OutOfMemory
 
 GIB = 2**30
@@ -41,6 +43,27 @@ def test_the_size_of_a_state_is_known_before_it_is_made(folder: Path) -> None:
     engine = NativeEngine.load(folder, draft="mtp", context=300)
     held = sum(value.nbytes for value in vars(engine._state).values() if isinstance(value, Tensor))
     assert memory.state_bytes(engine.weights, engine.drafter, 300) == held == engine.info.state_bytes
+
+
+def test_a_long_context_takes_memory_only_as_it_is_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    rows = rows_by_position((2, 2**16, 576), torch.bfloat16, "cpu")
+    assert resident() - before < rows.nbytes / 4
+    assert rows.data_ptr() % 64 == 0
+    assert not rows[:, ::1024].any()
+
+
+def test_a_cleared_state_has_nothing_left_of_a_longer_sequence_before(folder: Path) -> None:
+    state = NativeEngine.load(folder, draft="mtp", context=400)._state
+    state.reserve(390)
+    state.latent[:, 389] = state.mtp_latent[389] = torch.nan
+    state.reserve(10)
+    state.clear()
+    assert not state.latent.any()
+    assert not state.mtp_latent.any()
 
 
 def test_a_ghost_weighs_what_the_weights_do(folder: Path) -> None:

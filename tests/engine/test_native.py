@@ -233,8 +233,10 @@ def test_bad_requests_are_refused_before_work(folder: Path) -> None:
     assert len(tokens(run(engine, (1,), 3))) == 3
 
 
-def test_nan_stops_with_the_step_named_and_the_next_request_is_clean(folder: Path) -> None:
+@pytest.mark.parametrize("run_ahead", [1, 3])
+def test_nan_stops_with_the_step_named_and_the_next_request_is_clean(folder: Path, run_ahead: int) -> None:
     engine = NativeEngine.load(folder)
+    engine.run_ahead = run_ahead
     plain = tokens(run(engine, PROMPT))
     poison = next(token for token in plain if token not in PROMPT)
     step = plain.index(poison)
@@ -244,10 +246,14 @@ def test_nan_stops_with_the_step_named_and_the_next_request_is_clean(folder: Pat
     with pytest.raises(NonFinite, match=rf"step {step + 1}, position {len(PROMPT) + step}"):
         made.extend(engine.generate(TokenRequest(PROMPT, max_tokens=12)))
     assert tokens(made) == plain[: step + 1]
+    engine.weights.embedding[poison] = kept
+    longer = (*PROMPT, *plain[: step + 1], 9)
+    result = run(engine, longer)
+    assert result[0].cached == 0
+    assert tokens(result) == greedy(folder, longer)
+    engine.weights.embedding[poison] = torch.nan
     with pytest.raises(NonFinite, match="step 0"):
         run(engine, (poison, *PROMPT))
-    engine.weights.embedding[poison] = kept
-    assert tokens(run(engine, PROMPT)) == plain
 
 
 def test_close_is_final_and_may_be_repeated(engine: NativeEngine) -> None:
@@ -284,6 +290,11 @@ def test_the_first_answer_after_a_load_is_that_of_later_ones(folder: Path, engin
 def test_top_k_of_one_is_greedy(engine: NativeEngine) -> None:
     params = SamplingParams(temperature=2.0, top_k=1, seed=3)
     assert tokens(run(engine, PROMPT, sampling=params)) == tokens(run(engine, PROMPT))
+
+
+def test_a_top_k_beyond_the_vocabulary_filters_nothing(engine: NativeEngine) -> None:
+    beyond, off = (SamplingParams(temperature=1.5, top_k=k, seed=3) for k in (10**20, 0))
+    assert tokens(run(engine, PROMPT, sampling=beyond)) == tokens(run(engine, PROMPT, sampling=off))
 
 
 def test_bfloat16_runs_and_is_close(folder: Path, engine: NativeEngine) -> None:

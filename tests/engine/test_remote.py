@@ -295,6 +295,18 @@ def test_the_worker_does_not_wait_for_its_reader(start: Open) -> None:
     assert times[-1] - times[0] < 1.2
 
 
+@pytest.mark.parametrize("policy", [None, "ACTIVE"])
+def test_threads_of_the_worker_sleep_while_they_wait_unless_the_person_says_otherwise(
+    start: Open, policy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    engine = start(["a"])
+    engine.wait_ready()
+    assert f"OMP_WAIT_POLICY={policy or 'PASSIVE'}\0".encode() in Path(f"/proc/{engine.pid}/environ").read_bytes()
+
+
 def test_a_file_of_the_working_directory_is_no_module_of_the_worker(
     start: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ling_kernels import KernelError, load
-from ling_kernels.ops import KdaParams, MlaParams, MlpParams, MoeParams
+from ling_kernels.ops import ROW_TILE, KdaParams, MlaParams, MlpParams, MoeParams
 from ling_kernels.reference import kda, mla, moe
-from ling_kernels.reference.dense import rms_norm, swiglu
+from ling_kernels.reference.dense import linear, rms_norm, swiglu
+from parity import assert_bits
 
 HEADS, HEAD, WIDTH = 3, 16, 40
 
@@ -22,6 +23,17 @@ def rand(*shape: int, seed: int = 0) -> Tensor:
 def relative(got: Tensor, want: Tensor) -> float:
     assert got.isfinite().all()
     return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(2, 256), (5, 192), (8, 72), (96, 256), (1282, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_a_product_has_the_same_bits_in_every_place(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    weight, x = rand(outputs, inputs).to(dtype), rand(ROW_TILE, inputs).to(dtype)
+    turned = linear(x.roll(1, 0), weight, ROW_TILE)
+    assert_bits(turned.roll(-1, 0), linear(x, weight, ROW_TILE), "rows one place further")
+    for row in range(ROW_TILE):
+        alone = linear(x.roll(-row, 0), weight, 1)
+        assert_bits(alone[0], turned[(row + 1) % ROW_TILE], f"row {row} alone")
 
 
 @pytest.fixture

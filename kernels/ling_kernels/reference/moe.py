@@ -45,10 +45,10 @@ def experts(h: Tensor, routing: Routing, params: MoeParams, rows: int | None) ->
 def _all(h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
     """Every expert for every row, the unchosen dropped by selection: a product with zero would keep a NaN."""
     num, (count, width, _) = h.shape[0], params.gate_up.shape
-    table = torch.zeros(num, count, device=h.device).scatter_(1, routing.experts, routing.weights)
-    chosen = torch.zeros(num, count, dtype=torch.bool, device=h.device).scatter_(1, routing.experts, True)
+    table = torch.zeros(num, count, 1, device=h.device)
+    table.scatter_(1, routing.experts.unsqueeze(-1), routing.weights.unsqueeze(-1))
     inner = swiglu(linear(h, params.gate_up.flatten(0, 1), rows).view(num, count, width), params.limit)
-    inner = torch.where(chosen.unsqueeze(-1), inner * table.unsqueeze(-1), 0.0).to(h.dtype)
+    inner = torch.where(table != 0, inner * table, 0.0).to(h.dtype)
     return by_pieces(lambda part: torch.bmm(part.transpose(0, 1), params.down.mT).float().sum(0), inner, rows)
 
 
