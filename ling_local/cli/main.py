@@ -127,7 +127,8 @@ def run(argv: list[str] | None = None) -> int:
     _occupy_standard_descriptors()
     output = decide(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays in force
+            signal.signal(number, _end)
     code = _outcome(lambda: _command(argv, output), output)
     if code == errors.EXIT_OK and sys.stdout is not None:  # what is still to be written may find the reader gone
         code = _outcome(lambda: sys.stdout.flush() or code, output)

@@ -76,6 +76,14 @@ class Output:
         """Width of the terminal, 80 where there is none."""
         return shutil.get_terminal_size().columns
 
+    @property
+    def progress_columns(self) -> int:
+        """Width of the terminal that `progress` draws on, which stdout may lead away from."""
+        try:
+            return os.get_terminal_size(2).columns or 80
+        except OSError:
+            return 80
+
     def style(self, stream: Stream, text: str, *names: str) -> str:
         """text in the named styles where the stream may have them."""
         if not stream.colour or not text:
@@ -136,6 +144,7 @@ class Output:
     def progress(self, text: str) -> None:
         """A line that the next one replaces, on a terminal that can redraw; nothing elsewhere."""
         if self.stderr.live and not self.quiet:
+            text = text[: self.progress_columns - 1]  # a line that wraps is not replaced by the next one
             width = len(text)
             self._to_stderr(f"\r{text}{' ' * max(self._progress_width - width, 0)}")
             self._progress_width = width
@@ -156,11 +165,11 @@ class Output:
             self.print_json({**self.extra, "error": body}, one_line="event" in self.extra)
 
     def _to_stderr(self, text: str) -> None:
-        # Whoever closed stderr does not want to hear from us; that must not end the work on stdout.
+        # Whoever closed stderr does not want to hear from us, and a log on a full disk cannot; neither ends the work.
         try:
             sys.stderr.buffer.write(text.encode("utf-8", "backslashreplace"))
             sys.stderr.buffer.flush()
-        except (BrokenPipeError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError):
             pass
 
 

@@ -214,10 +214,10 @@ class _Meter:
             self.output.note(f"ling: {self._line(progress, share)}")
 
     def _bar(self, progress: Progress, share: int) -> str:
-        width = self.output.columns - 1
+        width = self.output.progress_columns - 1
         full = min(share, 100) * _BAR_CELLS // 100
         line = f"{'█' * full}{'░' * (_BAR_CELLS - full)} {self._line(progress, share)}"
-        return line if len(line) <= width else self._line(progress, share)[:width]
+        return line if len(line) <= width else self._line(progress, share)
 
     def _line(self, progress: Progress, share: int) -> str:
         sizes = f"{share:3} %  {size_text(progress.done_bytes)} of {size_text(progress.total_bytes)}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ling_local.cli.output import Output, Stream
 from program import COMMAND, ESC, Program, group_is_gone, seen, watch
 
 Write = Callable[..., Path]
@@ -126,6 +127,19 @@ def test_head_and_true_as_readers(ling: Program, write_script: Write) -> None:
         assert done.returncode in (0, 141), line
 
 
+def test_a_progress_line_does_not_wrap(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setattr(
+        os, "get_terminal_size", lambda descriptor: os.terminal_size((20 if descriptor == 2 else 80, 24))
+    )
+    output = Output(Stream(False), Stream(True), Stream(True, live=True))
+    output.progress("x" * 30)
+    output.progress("y")
+    output.clear_progress()
+    assert capfdbinary.readouterr().err == b"\r" + b"x" * 19 + b"\ry" + b" " * 18 + b"\r \r"
+
+
 def test_a_full_disk_behind_stdout_is_one_line(ling: Program, write_script: Write) -> None:
     script = write_script(["answer"])
     with open("/dev/full", "wb") as full:
@@ -135,6 +149,17 @@ def test_a_full_disk_behind_stdout_is_one_line(ling: Program, write_script: Writ
             assert process.returncode == 1, args
             assert err.startswith(b"ling: cannot write: No space left on device"), args
             assert err.count(b"\n") == 1
+
+
+def test_a_full_disk_behind_stderr_does_not_end_the_work(ling: Program, write_script: Write) -> None:
+    script = write_script(["answer"])
+    with open("/dev/full", "wb") as full:
+        for args, code, text in (
+            (("complete", "--engine", "scripted", "-m", script, "-p", "q", "--stats"), 0, b"answer"),
+            (("complete", "-m", "nosuch", "-p", "q"), 1, b""),
+        ):
+            process = ling.start(*args, stderr=full)
+            assert (process.communicate(timeout=30)[0], process.returncode) == (text, code)
 
 
 def test_closed_streams_are_no_reason_to_fall(ling: Program, write_script: Write) -> None:
@@ -175,6 +200,17 @@ def test_a_signal_ends_a_run_and_its_engine(ling: Program, write_script: Write, 
     assert b"Traceback" not in err
     assert set(out.split()) <= {b"word"}
     assert group_is_gone(process.pid)
+
+
+def test_nohup_stays_in_force(ling: Program, write_script: Write) -> None:
+    script = write_script([{"tokens": ["word "], "repeat": 300, "delay_ms": 1}])
+    command = ("nohup", *COMMAND)
+    process = ling.start("complete", "--engine", "scripted", "-m", script, "-p", "q", "-n", "300", command=command)
+    assert process.stdout is not None
+    assert process.stdout.read(5) == b"word "
+    os.killpg(process.pid, signal.SIGHUP)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
 
 
 def test_ctrl_c_while_the_model_loads_ends_at_once(ling: Program, write_script: Write) -> None:
