@@ -203,6 +203,15 @@ def test_terminal_hints(environ: dict[str, str], dumb: bool, no_color: bool) -> 
     assert terminal_hints(environ) == settings.TerminalHints(dumb, no_color)
 
 
+def test_a_user_without_a_home_lives_in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ling_local import paths
+
+    monkeypatch.setenv("HOME", "somewhere")  # a relative one counts as none
+    paths.ensure_home()
+    assert Path.home() == Path("/")
+    assert paths.config_file().is_absolute()
+
+
 def test_an_empty_xdg_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from ling_local import paths
 

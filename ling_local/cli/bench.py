@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ling_local import paths
 from ling_local.cli import options as opt
 from ling_local.cli.bench_dummy import check_dummy_flags, print_breakdown
 from ling_local.cli.bench_engines import engines_asked, explain_all, for_engine, with_value
@@ -274,7 +274,7 @@ def _deliver(
     if settings["plot"] is not None:
         names = [lane_name(document, documents) for document in documents]
         title = f"{reports[0].info.model}, task {reports[0].plan.task}: {reports[0].plan.tokens:,} tokens"
-        write(Path(settings["plot"]).expanduser(), plot(reports, names, title))
+        write(paths.user_path(settings["plot"]), plot(reports, names, title))
     if wanted in ("json", "csv") or not output.stdout.terminal:  # else a person reads them in the table
         for warning in warnings(documents):
             output.warn(warning)

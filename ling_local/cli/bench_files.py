@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ling_local import paths
 from ling_local.errors import LingError, UsageError
 from ling_local.settings import TABLE, Settings
 
@@ -44,7 +45,7 @@ def check_files(settings: Settings) -> tuple[Document, ...]:
     """Look at the files before anything is measured; returns the reports of --compare. Raises UsageError."""
     for name in ("save", "plot"):
         if settings[name] is not None:
-            _check_place(TABLE[name].flag, Path(settings[name]).expanduser())
+            _check_place(TABLE[name].flag, paths.user_path(settings[name]))
     for name in ("compare", "plot"):
         if settings[name] is not None and (settings["check"] or settings["breakdown"]):
             other = "--check" if settings["check"] else "--breakdown"
@@ -53,7 +54,7 @@ def check_files(settings: Settings) -> tuple[Document, ...]:
         return ()
     from ling_local.bench import read_reports
 
-    return read_reports(Path(settings["compare"]).expanduser())
+    return read_reports(paths.user_path(settings["compare"]))
 
 
 def _check_place(flag: str, file: Path) -> None:
@@ -69,7 +70,7 @@ def _check_place(flag: str, file: Path) -> None:
 def save(settings: Settings, document: Mapping[str, Any]) -> None:
     """Write the document to the file of --save, if there is one. Raises LingError."""
     if settings["save"] is not None:
-        write(Path(settings["save"]).expanduser(), json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False))
+        write(paths.user_path(settings["save"]), json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False))
 
 
 def write(file: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ling_local import hub
+from ling_local import hub, paths
 from ling_local.cli import options as opt
 from ling_local.cli.output import Output
 from ling_local.cli.pages import Page
@@ -57,8 +58,8 @@ def command(
     if name is None:
         known = ", ".join(row.name for row in PUBLISHED if not row.refusal)
         raise UsageError("pull what?", f"Name a model: {known}, or OWNER/NAME. `ling models --all` has the sizes.")
-    if Path(name).expanduser().is_dir():
-        _check_local(Path(name).expanduser(), output)
+    if os.path.isdir(folder := paths.user_path(name)):
+        _check_local(folder, output)
     elif settings["offline"]:
         _stay_here(name, settings, output)
     else:
