@@ -23,7 +23,7 @@ from ling_local.settings_table import KEPT, PREFIX, ROWS, TABLE, Setting, show
 
 __all__ = ["KEPT", "TABLE", "Setting", "Settings", "nearest", "parse", "resolve", "show", "with_model"]
 
-OFFLINE_VARIABLE = "HF_HUB_OFFLINE"  # of all Hugging Face tools; ours beats it
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # of all Hugging Face tools; ours beat them
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _KINDS = {
@@ -141,8 +141,9 @@ def _read_environment(layer: _Layer, environ: Mapping[str, str]) -> None:
                 raise ConfigError(error.message, error.hint) from None
         else:
             layer.warnings.append(f"unknown variable {variable}{_did_you_mean(variable, by_variable)}")
-    if environ.get(OFFLINE_VARIABLE, "").lower() in _TRUE:
-        layer.put("offline", True, OFFLINE_VARIABLE)
+    theirs = next((variable for variable in OFFLINE_VARIABLES if environ.get(variable)), "")
+    if theirs and environ[theirs].lower() in _TRUE:
+        layer.put("offline", True, theirs)
 
 
 def _did_you_mean(word: str, words: Mapping[str, Any]) -> str:

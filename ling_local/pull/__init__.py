@@ -20,11 +20,11 @@ from ling_local.engine.config import DRAFT_ARCHITECTURES, model_config
 from ling_local.errors import DownloadError, ModelError
 from ling_local.hub import size_of
 from ling_local.published import PUBLISHED, find_published, repository, size_text
-from ling_local.pull.remote import Listing, RemoteFile, list_repo, offline, read_small
+from ling_local.pull.remote import Listing, RemoteFile, list_repo, read_small
 from ling_local.pull.store import Store, disk_error
 from ling_local.pull.transfer import RETRY_WAITS_S, Corrupt, Stopped, fetch
 
-__all__ = ["Plan", "Progress", "link_draft", "offline", "plan", "run"]
+__all__ = ["Plan", "Progress", "link_draft", "plan", "run"]
 
 DRAFT_SUFFIX = "-dspark"
 NUM_WORKERS = 4

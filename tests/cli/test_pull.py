@@ -325,7 +325,7 @@ def test_a_commit_can_be_pulled_by_its_id(ling: Program, hub: Hub, pull: Pull) -
         (["--offline"], {}, "--offline"),
         ([], {"LING_OFFLINE": "1"}, "LING_OFFLINE"),
         ([], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE"),
-        (["--online"], {"HF_HUB_OFFLINE": "YES"}, "HF_HUB_OFFLINE"),
+        ([], {"TRANSFORMERS_OFFLINE": "YES"}, "TRANSFORMERS_OFFLINE"),
     ],
 )
 def test_offline_asks_nobody(hub: Hub, pull: Pull, args: list[str], env: dict[str, str | None], source: str) -> None:
@@ -333,6 +333,11 @@ def test_offline_asks_nobody(hub: Hub, pull: Pull, args: list[str], env: dict[st
     assert (done.code, done.out) == (1, b"")
     assert source in done.err
     assert hub.asked == []
+
+
+def test_a_flag_of_ours_beats_the_variable_of_the_hub(pull: Pull) -> None:
+    done = pull("tiny", "--online", env={"HF_HUB_OFFLINE": "1"})
+    assert done.code == 0, done.err
 
 
 def test_offline_a_whole_model_is_good_enough(ling: Program, hub: Hub, pull: Pull) -> None:
