@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ling_local.errors import LingError, UsageError
-from ling_local.settings import terminal_hints
+from ling_local.settings import resolve, terminal_hints
 from ling_local.text.clean import visible
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -193,7 +193,7 @@ def error_text(error: LingError) -> str:
 def decide(argv: list[str]) -> Output:
     """Look at the three streams. `--color`, `--json` and `--debug` are read ahead of the parser, which may fail."""
     options = argv[: argv.index("--")] if "--" in argv else argv
-    choice = "auto"
+    choice = _kept_color()
     for index, word in enumerate(options):
         if word == "--color" and index + 1 < len(options):
             choice = options[index + 1]
@@ -202,6 +202,14 @@ def decide(argv: list[str]) -> Output:
     output = Output(Stream(False), Stream(False), Stream(False), "--json" in options, debug="--debug" in options)
     set_colour(output, choice)
     return output
+
+
+def _kept_color() -> str:
+    """What the variable or the file says, for help pages and errors of the parser, which come before the settings."""
+    try:
+        return resolve()["color"]
+    except UsageError:  # said by the command that needs them
+        return "auto"
 
 
 def set_colour(output: Output, choice: str) -> None:

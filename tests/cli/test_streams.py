@@ -65,6 +65,8 @@ def test_color_beats_everything(ling: Program) -> None:
     assert ESC in ling("--color", "always", "--help", env={"TERM": "dumb", "NO_COLOR": "1"}).out
     assert ESC in ling("complete", "--fromat", "--color=always").err.encode()
     assert ESC not in on_terminal(ling, {}, "models", "--color", "never")
+    assert ESC in ling("complete", "--help", env={"LING_COLOR": "always"}).out
+    assert ESC not in ling("complete", "--help", "--color", "never", env={"LING_COLOR": "always"}).out
     assert ESC not in on_terminal(ling, {"LING_COLOR": "never"}, "chat", "-m", "nosuch", "-p", "q")
     assert ling("models", "--color", "sometimes").code == 2
 
