@@ -232,12 +232,3 @@ def _option_names(context: Any) -> list[str]:
         "--help",
         *(name for param in params for name in (*param.opts, *param.secondary_opts) if name[:1] == "-"),
     ]
-
-
-def main() -> None:
-    """Run and leave with the exit code."""
-    sys.exit(run())
-
-
-if __name__ == "__main__":
-    main()

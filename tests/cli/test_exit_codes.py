@@ -128,14 +128,7 @@ def test_debug_shows_the_trace_of_a_known_failure(ling: Program) -> None:
     assert "Traceback" not in ling("complete", "-p", "x", "-m", "nosuch", "--no-debug", env={"LING_DEBUG": "1"}).err
 
 
-def test_python_dash_m_is_the_same_program(ling: Program) -> None:
-    import subprocess
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-m", "ling_local.cli.main", "--version"],
-        capture_output=True,
-        env=ling.environment(),
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout) == (0, ling("--version").out)
+def test_ctrl_c_while_the_program_is_imported_leaves_no_trace(ling: Program) -> None:
+    (ling.home / "typer.py").write_text("raise KeyboardInterrupt\n")
+    done = ling("--help", env={"PYTHONPATH": str(ling.home)})
+    assert (done.code, done.out, done.err) == (130, b"", "")
