@@ -50,6 +50,8 @@ def find_model(name: str | None, *, offline: bool = False) -> Path:
     """
     if name is None:
         return _whole(DEMO, paths.demo_dir())
+    if not name:  # as a path it would be the working folder
+        raise ModelError("the name of the model is empty", "Leave it out for ling-demo, or see `ling models`.")
     path = paths.user_path(name)
     try:
         if path.is_dir():

@@ -191,6 +191,12 @@ def test_strange_names_are_simply_not_here(name: str) -> None:
         hub.find_model(name)
 
 
+def test_an_empty_name_is_not_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoint(tmp_path / "model"))
+    with pytest.raises(ModelError, match="name of the model is empty"):
+        hub.find_model("")
+
+
 def test_no_name_and_the_demos_name_mean_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "demo")
     monkeypatch.setattr(paths, "demo_dir", lambda: folder)

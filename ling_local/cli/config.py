@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import typer
@@ -56,5 +57,7 @@ def command(context: typer.Context) -> None:
 
 
 def shown(row: Setting, value: Any) -> Any:
-    """The value, but for a secret one."""
-    return "(set)" if row.secret and value is not None else value
+    """The value, but for a secret one, and for one that JSON has no number for."""
+    if row.secret and value is not None:
+        return "(set)"
+    return "inf" if value == math.inf else value

@@ -55,7 +55,7 @@ def command(
 ) -> None:
     """Fetch a checkpoint from the Hugging Face Hub, or check that one is whole."""
     settings, output = opt.open_settings(context)
-    if name is None:
+    if not name:
         known = ", ".join(row.name for row in PUBLISHED if not row.refusal)
         raise UsageError("pull what?", f"Name a model: {known}, or OWNER/NAME. `ling models --all` has the sizes.")
     if os.path.isdir(folder := paths.user_path(name)):

@@ -162,6 +162,9 @@ def hub_errors(what: str, revision: str = "main") -> Iterator[None]:
         status = error.response.status_code
         raise DownloadError(f"{what}: {endpoint()} says {status}", "Try again later.") from None
     except (NetworkError, OSError) as error:
+        if isinstance(error, OSError) and error.filename:  # the token's
+            hint = "Correct its permissions, or set HF_HOME to another folder."
+            raise DownloadError(f"{error.filename} cannot be read: {error.strerror}", hint) from None
         raise unreachable(what, reason(error)) from None
 
 

@@ -295,6 +295,7 @@ def test_wrong_names_say_what_is_wrong(hub: Hub, pull: Pull) -> None:
     hub.gated.add(TINY)
     for args, code, words in (
         ([], 2, "pull what?"),
+        ([""], 2, "pull what?"),
         (["tny"], 1, "Did you mean tiny?"),
         (["a/b/c"], 2, "'a/b/c' is no name of a repository"),
         (["no/such"], 1, "there is no repository 'no/such'"),
@@ -333,6 +334,12 @@ def test_offline_asks_nobody(hub: Hub, pull: Pull, args: list[str], env: dict[st
     assert (done.code, done.out) == (1, b"")
     assert source in done.err
     assert hub.asked == []
+
+
+def test_a_token_that_cannot_be_read_is_no_matter_of_the_network(hub: Hub, pull: Pull) -> None:
+    done = pull("tiny", env={"HF_HOME": "/dev/null/home"})
+    assert (done.code, hub.asked) == (1, [])
+    assert done.err.startswith("ling: /dev/null/home/token cannot be read: Not a directory")
 
 
 def test_a_flag_of_ours_beats_the_variable_of_the_hub(pull: Pull) -> None:

@@ -150,6 +150,8 @@ def test_config_takes_the_flags_of_a_run_and_names_every_kind_of_source(ling: Pr
     assert (rows["offline"]["value"], rows["offline"]["source"]) == (True, "HF_HUB_OFFLINE")
     assert rows["top_p"]["source"] == "default"
     assert ling("config", "--json", "--online", env=env).json["settings"]["offline"]["value"] is False
+    rows = ling("config", "--json", env={"LING_STDIN_WAIT": "inf", "LING_TEMPERATURE": "0.12345678"}).json["settings"]
+    assert (rows["stdin_wait"]["value"], rows["temperature"]["value"]) == ("inf", 0.12345678)
     env["LING_OFFLINE"] = "0"
     assert ling("config", "--json", env=env).json["settings"]["offline"]["source"] == "LING_OFFLINE"
 
