@@ -290,8 +290,10 @@ def stream(opened: Opened, request: Request, answer: Answer, show: Callable[[Cha
                     answer.finish = event.reason.value
 
 
-def model_facts(opened: Opened) -> dict[str, str | int]:
-    """What a JSON document says about the model that answered."""
+def model_facts(opened: Opened) -> dict[str, str | int] | None:
+    """What a JSON document says about the model that answered; None where Ctrl-C ended the load."""
+    if not opened.checked.is_set():
+        return None
     info = opened.engine.info
     drafting = opened.spec.draft != "off"
     return {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -227,9 +229,28 @@ def test_ctrl_c_while_the_model_loads_ends_at_once(ling: Program, write_script: 
     assert group_is_gone(process.pid)
 
 
-def test_an_interrupted_json_run_is_still_a_document(ling: Program, write_script: Write) -> None:
-    import json
+CUT_LOAD = """
+import sys
+from ling_local.cli import main, opening
+def cut(opened): raise KeyboardInterrupt
+opening.check_drafter = cut
+sys.exit(main.run())
+"""
 
+
+@pytest.mark.parametrize(("command", "key"), [("complete", "finish"), ("chat", "reason")])
+def test_ctrl_c_while_the_model_loads_is_a_document_too(
+    ling: Program, write_script: Write, command: str, key: str
+) -> None:
+    script = write_script(["x"], load={"delay_ms": 20_000})
+    args = (command, "-p", "q", "--engine", "scripted", "-m", script, "--json")
+    process = ling.start(*args, command=(sys.executable, "-c", CUT_LOAD))
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, b"")
+    assert (json.loads(out)[key], json.loads(out)["model"]) == ("cancelled", None)
+
+
+def test_an_interrupted_json_run_is_still_a_document(ling: Program, write_script: Write) -> None:
     script = write_script(LONG)
     process = ling.start("complete", "--engine", "scripted", "-m", script, "-p", "q", "-n", "100000", "--json")
     time.sleep(1.5)
