@@ -157,6 +157,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return data
 
 
+def architectures(data: Mapping[str, Any]) -> set[str]:
+    """What a config.json calls itself; nothing where that is no list of texts."""
+    names = data.get("architectures")
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+
+
 def load_model_config(folder: Path) -> ModelConfig:
     """Read and check `folder`/config.json. Raises ModelError naming the file and the key."""
     return model_config(read_config(folder), str(folder / "config.json"))
@@ -215,9 +221,8 @@ def draft_config(data: Mapping[str, Any], target: ModelConfig, where: str = "con
     flat = {**(data.get("dflash_config") or {}), **(data.get("dspark_config") or {}), **data}
     flat |= {key.removeprefix("dspark_"): value for key, value in data.items() if key.startswith("dspark_")}
     keys = _Keys(flat, where)
-    names = flat.get("architectures") or []
-    if not set(names) & set(DRAFT_ARCHITECTURES):
-        keys.refuse("architectures", names, f"one of {', '.join(DRAFT_ARCHITECTURES)}")
+    if not architectures(flat) & set(DRAFT_ARCHITECTURES):
+        keys.refuse("architectures", flat.get("architectures"), f"one of {', '.join(DRAFT_ARCHITECTURES)}")
     rank = keys.integer("markov_rank")
     head = flat.get("markov_head_type", "vanilla")
     if head not in MARKOV_HEADS:
@@ -312,7 +317,7 @@ class _Keys:
 
 
 def _refuse_unsupported(data: Mapping[str, Any], keys: _Keys) -> None:
-    if ARCHITECTURE not in (data.get("architectures") or []) or data.get("model_type") != "bailing_hybrid":
+    if ARCHITECTURE not in architectures(data) or data.get("model_type") != "bailing_hybrid":
         found = {"architectures": data.get("architectures"), "model_type": data.get("model_type")}
         keys.refuse("the architecture", found, f"{ARCHITECTURE} with model_type bailing_hybrid")
     if data.get("quantization_config"):

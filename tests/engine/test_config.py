@@ -30,6 +30,7 @@ def test_an_unsupported_switch_is_refused_by_name(key: str) -> None:
     [
         ("use_sliding_window", True),  # a switch that nobody knows
         ("quantization_config", {"quant_method": "fp8"}),
+        ("architectures", 5),
         ("architectures", ["BailingHybridForCausalLM"]),  # written again by transformers
         ("model_type", "bailing_moe"),
         ("num_nextn_predict_layers", 2),
@@ -97,6 +98,7 @@ def test_goldens_are_read() -> None:
     ("key", "value"),
     [
         ("architectures", ["Qwen3ForCausalLM"]),
+        ("architectures", 5),
         ("block_size", None),
         ("mask_token_id", None),
         ("mask_token_id", 157184),
