@@ -52,7 +52,7 @@ def command(context: typer.Context) -> None:
     output.note(f"file: {paths.config_file()}", "dim")
     for name, row in KEPT.items():
         value = shown(row, settings[name])
-        text = row.default_text if value is None or value == () else show(value)
+        text = row.default_text if value is None or value == () else show(value).replace("\n", "\\n")
         output.print(f"{name:<14} {text:<32} {settings.sources[name]}")
 
 
