@@ -4,12 +4,12 @@
 set -eu
 python=${PYTHON:-python3}
 torch='torch>=2.11,<2.15'
-pip="$PWD/.venv/bin/python -m pip --disable-pip-version-check"
+pip=".venv/bin/python -m pip --disable-pip-version-check"
 
 say() { printf '%s\n' "setup: $*" >&2; }
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
-    say "needs Python 3.11 or later; '$python' is $("$python" --version 2>&1 || echo missing)"
+    say "needs Python 3.11 or later; '$python' is $("$python" --version 2>/dev/null || echo missing)"
     say "try: make PYTHON=python3.12 ..."
     exit 1
 }

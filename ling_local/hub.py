@@ -50,7 +50,9 @@ def find_model(name: str | None, *, offline: bool = False) -> Path:
     """
     if name is None:
         return _whole(DEMO, paths.demo_dir())
-    path = Path(name).expanduser()
+    if not name:  # as a path it would be the working folder
+        raise ModelError("the name of the model is empty", "Leave it out for ling-demo, or see `ling models`.")
+    path = paths.user_path(name)
     try:
         if path.is_dir():
             return _whole(name, path)
@@ -84,6 +86,14 @@ def names_here() -> tuple[str, ...]:
     return (DEMO, *(folder.name for folder in _folders(paths.models_dir())), *cached)
 
 
+def size_of(path: Path) -> int | None:
+    """Length of the file, None where there is none (a link to nothing included)."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
 def promised_digest(file: Path) -> str:
     """The hash that a file's bytes must have, which is its name in a Hugging Face cache; "" for a file of one's own."""
     blob = file.resolve()
@@ -100,7 +110,7 @@ def new_digest(digest: str, num_bytes: int) -> Any:
 def list_models(folders: tuple[Path, ...] = ()) -> tuple[LocalModel, ...]:
     """Everything that can be named here, and the given folders; incomplete ones say what is missing."""
     demo = _describe(DEMO, paths.demo_dir(), "built in")
-    given = tuple(_describe(str(folder), folder.expanduser(), "folder") for folder in folders)
+    given = tuple(_describe(str(folder), paths.user_path(str(folder)), "folder") for folder in folders)
     return (demo, *_named(), *given)
 
 
@@ -120,6 +130,13 @@ def check_folder(folder: Path) -> str:
 
 def missing_file(folder: Path) -> str:
     """The first file that the folder's own index promises and that is not there, as a phrase, or ""."""
+    try:
+        return _missing(folder) if folder.is_dir() else "there is no such folder"
+    except OSError as error:  # it belongs to others
+        return f"{Path(error.filename).name} cannot be read: {error.strerror}"
+
+
+def _missing(folder: Path) -> str:
     if not (folder / "config.json").is_file():
         return "config.json is missing"
     index = folder / INDEX
@@ -137,10 +154,10 @@ def missing_file(folder: Path) -> str:
 
 def _describe(name: str, folder: Path, source: str) -> LocalModel:
     problem = check_folder(folder)
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())
+    size = sum(size_of(file) or 0 for file in folder.glob("*.safetensors"))
     parts = 0
     if source == _CACHE and problem:
-        parts = sum(file.stat().st_size for file in (folder.parents[1] / "blobs").glob("*.incomplete"))
+        parts = sum(size_of(file) or 0 for file in (folder.parents[1] / "blobs").glob("*.incomplete"))
     return LocalModel(name, folder, source, size, problem, _is_draft(name), parts)
 
 

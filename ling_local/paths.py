@@ -21,6 +21,17 @@ def _place(variable: str, fallback: Path) -> Path:
     return Path(base) / APP if base else fallback
 
 
+def ensure_home() -> None:
+    """Let a user without HOME and without an entry in the system's list live in /, as container runtimes do."""
+    if not os.path.isabs(os.path.expanduser("~")):
+        os.environ["HOME"] = os.sep
+
+
+def user_path(text: str) -> Path:
+    """A path as a person writes it: ~ is a home folder, except where it is nobody's."""
+    return Path(os.path.expanduser(text))
+
+
 def config_file() -> Path:
     """The settings file, `$XDG_CONFIG_HOME/ling/config.toml`."""
     return _place("XDG_CONFIG_HOME", platformdirs.user_config_path(APP)) / "config.toml"
@@ -51,7 +62,7 @@ def hugging_face_cache() -> Path:
     for variable, tail in (("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("XDG_CACHE_HOME", "huggingface/hub")):
         base = os.environ.get(variable, "").strip()
         if base:
-            return Path(os.path.expanduser(base)) / tail
+            return user_path(base) / tail
     return Path.home() / ".cache" / "huggingface" / "hub"
 
 

@@ -57,4 +57,4 @@ def show(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, tuple):
         return json.dumps(list(value), ensure_ascii=False)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:.15g}" if isinstance(value, float) else str(value)

@@ -23,7 +23,7 @@ from ling_local.settings_table import KEPT, PREFIX, ROWS, TABLE, Setting, show
 
 __all__ = ["KEPT", "TABLE", "Setting", "Settings", "nearest", "parse", "resolve", "show", "with_model"]
 
-OFFLINE_VARIABLE = "HF_HUB_OFFLINE"  # of all Hugging Face tools; ours beats it
+OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # of all Hugging Face tools; ours beat them
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _KINDS = {
@@ -94,7 +94,7 @@ def check(setting: Setting, value: Any, where: str) -> Any:
         tail = f" Did you mean '{meant}'?" if meant else ""
         raise UsageError(f"{where}: '{value}' is not one of {', '.join(setting.choices)}.{tail}")
     if setting.kind in ("int", "float") and not setting.low <= value <= setting.high:
-        bound = f"at least {setting.low:g}" if value < setting.low else f"at most {setting.high:g}"
+        bound = f"at least {setting.low}" if value < setting.low else f"at most {setting.high}"
         if math.isnan(value):
             bound = "a number"
         raise UsageError(f"{where}: {value} is out of range: must be {bound}")
@@ -141,8 +141,9 @@ def _read_environment(layer: _Layer, environ: Mapping[str, str]) -> None:
                 raise ConfigError(error.message, error.hint) from None
         else:
             layer.warnings.append(f"unknown variable {variable}{_did_you_mean(variable, by_variable)}")
-    if environ.get(OFFLINE_VARIABLE, "").lower() in _TRUE:
-        layer.put("offline", True, OFFLINE_VARIABLE)
+    theirs = next((variable for variable in OFFLINE_VARIABLES if environ.get(variable)), "")
+    if theirs and environ[theirs].lower() in _TRUE:
+        layer.put("offline", True, theirs)
 
 
 def _did_you_mean(word: str, words: Mapping[str, Any]) -> str:
@@ -156,7 +157,7 @@ def _read_file(layer: _Layer, file: Path) -> None:
         return
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits and 5,000 brackets are none of its own
         raise ConfigError(f"{file}: not valid TOML: {error}", "Correct that line, or move the file away.") from None
     for key, value in document.items():
         line = _line_of(text, key)
@@ -213,6 +214,8 @@ def _from_toml(row: Setting, value: Any, where: str) -> Any:
             return check(row, float(value) if row.kind == "float" else value, where)
         except UsageError as error:
             raise ConfigError(error.message) from None
+        except OverflowError:  # a whole number that no float holds
+            raise ConfigError(f"{where}: {value} is out of range") from None
     kind = _KINDS.get(row.kind) or f"one of {', '.join(row.choices)}"
     raise ConfigError(f"{where} must be {kind}, not {value!r}")
 

@@ -31,7 +31,7 @@ ROWS = (
     ),
     Setting("temperature", "float", 0.0, ("--temperature", "-t"), "0 is greedy.", "X", low=0, high=100),
     Setting("top_p", "float", 1.0, ("--top-p",), "Nucleus sampling; 1 is off.", "X", low=0, high=1),
-    Setting("top_k", "int", 0, ("--top-k",), "Sample from the K best tokens; 0 is off.", "K", low=0),
+    Setting("top_k", "int", 0, ("--top-k",), "Sample from the K best tokens; 0 is off.", "K", low=0, high=2**31 - 1),
     Setting(
         "seed",
         "int",

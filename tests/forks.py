@@ -229,7 +229,7 @@ def _numbered(given: list[int], numbers: list[int]) -> list[int]:
 
 
 def _become(address: str, args: list[str], streams: list[int]) -> None:
-    from ling_local.cli.main import main
+    from ling_local.__main__ import main
     from ling_local.engine import ranks
 
     for number, stream in enumerate(streams):
@@ -238,7 +238,7 @@ def _become(address: str, args: list[str], streams: list[int]) -> None:
     sys.argv = ["ling", *args]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks._start = partial(ForkedWorker, address)  # type: ignore[assignment]
-    _end_after(main)
+    _end_after(lambda: sys.exit(main()))
 
 
 def _become_worker(to_out: int, fd: int, *pass_fds: int) -> None:

@@ -162,6 +162,22 @@ def test_shards_without_their_index_and_a_damaged_index_are_refused(tmp_path: Pa
     assert hub.missing_file(folder) == f"{hub.INDEX} is missing"
 
 
+def test_a_folder_of_others_is_listed_with_the_reason(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached(home / ".cache/huggingface/hub")
+
+    def refuse(file: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert hub.list_models()[-1].problem == "config.json cannot be read: Permission denied"
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        hub.find_model(TINY)
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    assert hub.list_models((tmp_path / "nothing",))[-1].problem == "there is no such folder"
+
+
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"x")
@@ -169,10 +185,16 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
         hub.find_model(str(file))
 
 
-@pytest.mark.parametrize("name", ["", "x" * 5000, "a\0b", "[/INST] \x1b[2J"])
+@pytest.mark.parametrize("name", ["", "~nobody-of-that-name/x", "x" * 5000, "a\0b", "[/INST] \x1b[2J"])
 def test_strange_names_are_simply_not_here(name: str) -> None:
     with pytest.raises(ModelError):
         hub.find_model(name)
+
+
+def test_an_empty_name_is_not_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoint(tmp_path / "model"))
+    with pytest.raises(ModelError, match="name of the model is empty"):
+        hub.find_model("")
 
 
 def test_no_name_and_the_demos_name_mean_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

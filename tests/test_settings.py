@@ -93,6 +93,8 @@ def test_a_section_is_unknown_and_says_where_its_key_belongs(config: Path) -> No
         ("think = 1", "think must be true or false"),
         ("stop = [1]", "stop must be a list of texts"),
         ('device = "gpu"', "not one of cpu, cuda"),
+        (f"temperature = 1{400 * '0'}", "out of range"),
+        (f"top_k = {2**31}", "must be at most 2147483647"),
     ],
 )
 def test_a_wrong_value_in_the_file_names_file_and_line(config: Path, line: str, words: str) -> None:
@@ -124,7 +126,17 @@ def test_an_empty_or_missing_file_is_no_trouble(config: Path) -> None:
     assert resolve({}, {}, config).warnings == ()
 
 
-@pytest.mark.parametrize("content", [b"temperature = \n", b"temperature = 0.1\ntop_k = = 2\n", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"temperature = \n",
+        b"temperature = 0.1\ntop_k = = 2\n",
+        b"\xff\xfe",
+        b"seed = " + 5000 * b"1",
+        b"a = " + 5000 * b"[",
+    ],
+    ids=len,
+)
 def test_a_file_that_is_no_toml_is_refused_whole(config: Path, content: bytes) -> None:
     config.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
@@ -189,6 +201,15 @@ def test_every_row_is_complete_and_its_default_is_allowed() -> None:
 )
 def test_terminal_hints(environ: dict[str, str], dumb: bool, no_color: bool) -> None:
     assert terminal_hints(environ) == settings.TerminalHints(dumb, no_color)
+
+
+def test_a_user_without_a_home_lives_in_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ling_local import paths
+
+    monkeypatch.setenv("HOME", "somewhere")  # a relative one counts as none
+    paths.ensure_home()
+    assert Path.home() == Path("/")
+    assert paths.config_file().is_absolute()
 
 
 def test_an_empty_xdg_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

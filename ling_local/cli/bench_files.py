@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ling_local import paths
 from ling_local.cli.output import Output
 from ling_local.errors import LingError, UsageError
 from ling_local.settings import TABLE, Settings
@@ -65,7 +66,7 @@ def check_files(settings: Settings) -> tuple[Document, ...]:
 
 def _file(settings: Settings, name: str) -> Path:
     """The file itself where a link leads to it; a device or a pipe by its name."""
-    path = Path(settings[name]).expanduser()
+    path = paths.user_path(settings[name])
     return path if path.exists() and not path.is_file() else path.resolve()
 
 

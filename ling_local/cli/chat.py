@@ -28,6 +28,7 @@ PAGE = Page(
     ),
     rare=("stdin_wait", "plain", "history", *opt.RARE),
     defaults=(("max_tokens", str(DEFAULT_MAX_TOKENS)),),
+    events=True,
     notes="stdout gets the answer and nothing else. Thinking goes to stderr: dim on a terminal, elsewhere only with "
     "--show-thinking. With -p, a stdin that is open but silent is given up after --stdin-wait seconds. "
     "--json writes one event a line: thinking, answer, and at the end finish or error.\n\n"
@@ -55,8 +56,6 @@ def command(context: typer.Context) -> None:
     if settings["resume"] is not None:
         raise UsageError("--resume is for a talk in a terminal", "Leave it out, or leave out -p and the pipe.")
     text = _prompt(settings, output)
-    if output.json:
-        output.extra["event"] = "error"
     if settings["max_tokens"] == 0:
         if output.json:
             output.print_json({"event": "finish", "reason": FinishReason.LENGTH.value, "text": ""}, one_line=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import typer
@@ -51,10 +52,12 @@ def command(context: typer.Context) -> None:
     output.note(f"file: {paths.config_file()}", "dim")
     for name, row in KEPT.items():
         value = shown(row, settings[name])
-        text = row.default_text if value is None or value == () else show(value)
+        text = row.default_text if value is None or value == () else show(value).replace("\n", "\\n")
         output.print(f"{name:<14} {text:<32} {settings.sources[name]}")
 
 
 def shown(row: Setting, value: Any) -> Any:
-    """The value, but for a secret one."""
-    return "(set)" if row.secret and value is not None else value
+    """The value, but for a secret one, and for one that JSON has no number for."""
+    if row.secret and value is not None:
+        return "(set)"
+    return "inf" if value == math.inf else value

@@ -114,7 +114,7 @@ def _meter(output: Output, what: str, unit: float, name: str) -> Callable[[int, 
         share = done / max(total, 1)
         amount = f"{100 * share:3.0f} %  {done / unit:,.{digits}f} of {total / unit:,.{digits}f} {name}"
         full = int(share * _BAR)
-        output.progress(f"{what} {'█' * full}{'░' * (_BAR - full)} {amount}"[: output.columns - 1])
+        output.progress(f"{what} {'█' * full}{'░' * (_BAR - full)} {amount}")
         if not output.stderr.live and time.monotonic() - told > _LINE_S:
             told = time.monotonic()
             output.note(f"ling: {what}: {amount.strip()}")

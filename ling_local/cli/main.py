@@ -18,7 +18,7 @@ import typer
 import typer.main
 from typer.core import TyperGroup
 
-from ling_local import __version__, errors
+from ling_local import __version__, errors, paths
 from ling_local.cli import options
 from ling_local.cli.output import Output, ReaderLeft, decide, quiet_stdout, reader_may_leave
 from ling_local.cli.pages import LingCommand, Page, render, section
@@ -125,9 +125,11 @@ def run(argv: list[str] | None = None) -> int:
     """Run one command line. Returns the exit code; nothing raised inside comes out, whatever it is."""
     argv = sys.argv[1:] if argv is None else argv
     _occupy_standard_descriptors()
+    paths.ensure_home()
     output = decide(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays in force
+            signal.signal(number, _end)
     code = _outcome(lambda: _command(argv, output), output)
     if code == errors.EXIT_OK and sys.stdout is not None:  # what is still to be written may find the reader gone
         code = _outcome(lambda: sys.stdout.flush() or code, output)
@@ -185,8 +187,6 @@ def _outcome(work: Callable[[], int], output: Output) -> int:
 
 def _unexpected(error: Exception, output: Output) -> tuple[str, str]:
     """One line for a failure nobody foresaw, and the place of its trace."""
-    from ling_local import paths
-
     last = traceback.format_exception_only(error)[-1].strip()
     message = f"something unforeseen went wrong: {last}"
     if output.debug:
@@ -232,12 +232,3 @@ def _option_names(context: Any) -> list[str]:
         "--help",
         *(name for param in params for name in (*param.opts, *param.secondary_opts) if name[:1] == "-"),
     ]
-
-
-def main() -> None:
-    """Run and leave with the exit code."""
-    sys.exit(run())
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ling_local import hub
+from ling_local import hub, paths
 from ling_local.cli.output import Output
 from ling_local.engine.protocol import Dummy, Engine, EngineInfo, EngineSpec, Progress
 from ling_local.errors import UsageError
@@ -70,7 +70,7 @@ def model_spec(settings: Settings) -> tuple[EngineSpec, Settings]:
     elif settings["engine"] == "scripted":
         if name is None:
             raise UsageError("the scripted engine needs a script", "Give one with -m script.json.")
-        folder = Path(name).expanduser()
+        folder = paths.user_path(name)
     else:
         folder = hub.find_model(name, offline=settings["offline"])
         settings = with_model(settings, folder)
@@ -290,8 +290,10 @@ def stream(opened: Opened, request: Request, answer: Answer, show: Callable[[Cha
                     answer.finish = event.reason.value
 
 
-def model_facts(opened: Opened) -> dict[str, str | int]:
-    """What a JSON document says about the model that answered."""
+def model_facts(opened: Opened) -> dict[str, str | int] | None:
+    """What a JSON document says about the model that answered; None where Ctrl-C ended the load."""
+    if not opened.checked.is_set():
+        return None
     info = opened.engine.info
     drafting = opened.spec.draft != "off"
     return {

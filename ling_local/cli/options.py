@@ -85,6 +85,7 @@ def flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def open_settings(context: typer.Context, *, warn: bool = True) -> tuple[Settings, Output]:
     """Resolve the settings of this run, let the streams follow them, and say the warnings. Mutates the Output."""
     output: Output = context.obj
+    output.json = bool(context.params.get("json"))  # as it was parsed: a prompt may be "--json"
     flags: dict[str, Any] = {}
     for level in (context.parent, context):
         params = level.params if level is not None else {}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ling_local.errors import LingError, UsageError
-from ling_local.settings import terminal_hints
+from ling_local.settings import resolve, terminal_hints
 from ling_local.text.clean import visible
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -75,6 +75,14 @@ class Output:
     def columns(self) -> int:
         """Width of the terminal, 80 where there is none."""
         return shutil.get_terminal_size().columns
+
+    @property
+    def progress_columns(self) -> int:
+        """Width of the terminal that `progress` draws on, which stdout may lead away from."""
+        try:
+            return os.get_terminal_size(2).columns or 80
+        except OSError:
+            return 80
 
     def style(self, stream: Stream, text: str, *names: str) -> str:
         """text in the named styles where the stream may have them."""
@@ -136,6 +144,7 @@ class Output:
     def progress(self, text: str) -> None:
         """A line that the next one replaces, on a terminal that can redraw; nothing elsewhere."""
         if self.stderr.live and not self.quiet:
+            text = text[: self.progress_columns - 1]  # a line that wraps is not replaced by the next one
             width = len(text)
             self._to_stderr(f"\r{text}{' ' * max(self._progress_width - width, 0)}")
             self._progress_width = width
@@ -184,7 +193,7 @@ def error_text(error: LingError) -> str:
 def decide(argv: list[str]) -> Output:
     """Look at the three streams. `--color`, `--json` and `--debug` are read ahead of the parser, which may fail."""
     options = argv[: argv.index("--")] if "--" in argv else argv
-    choice = "auto"
+    choice = _kept_color()
     for index, word in enumerate(options):
         if word == "--color" and index + 1 < len(options):
             choice = options[index + 1]
@@ -193,6 +202,14 @@ def decide(argv: list[str]) -> Output:
     output = Output(Stream(False), Stream(False), Stream(False), "--json" in options, debug="--debug" in options)
     set_colour(output, choice)
     return output
+
+
+def _kept_color() -> str:
+    """What the variable or the file says, for help pages and errors of the parser, which come before the settings."""
+    try:
+        return resolve()["color"]
+    except UsageError:  # said by the command that needs them
+        return "auto"
 
 
 def set_colour(output: Output, choice: str) -> None:

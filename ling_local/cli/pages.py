@@ -24,12 +24,18 @@ class Page:
     rare: tuple[str, ...] = ()
     notes: str = ""
     defaults: tuple[tuple[str, str], ...] = ()  # what a setting's default is in this command
+    events: bool = False  # its --json is one event a line, failures of every kind included
 
 
 class LingCommand(TyperCommand):
     """A command whose help is rendered here, as plain text that `Output.style` may make bold."""
 
     page: Page = Page("")
+
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        if self.page.events:
+            parent.obj.extra["event"] = "error"
+        return super().make_context(info_name, args, parent, **extra)
 
     def get_help(self, ctx: typer.Context) -> str:
         return render(ctx, self.help or "", self.params, self.page)

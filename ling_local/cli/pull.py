@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ling_local import hub
+from ling_local import hub, paths
 from ling_local.cli import options as opt
 from ling_local.cli.output import Output
 from ling_local.cli.pages import Page
@@ -54,11 +55,11 @@ def command(
 ) -> None:
     """Fetch a checkpoint from the Hugging Face Hub, or check that one is whole."""
     settings, output = opt.open_settings(context)
-    if name is None:
+    if not name:
         known = ", ".join(row.name for row in PUBLISHED if not row.refusal)
         raise UsageError("pull what?", f"Name a model: {known}, or OWNER/NAME. `ling models --all` has the sizes.")
-    if Path(name).expanduser().is_dir():
-        _check_local(Path(name).expanduser(), output)
+    if os.path.isdir(folder := paths.user_path(name)):
+        _check_local(folder, output)
     elif settings["offline"]:
         _stay_here(name, settings, output)
     else:
@@ -214,10 +215,10 @@ class _Meter:
             self.output.note(f"ling: {self._line(progress, share)}")
 
     def _bar(self, progress: Progress, share: int) -> str:
-        width = self.output.columns - 1
+        width = self.output.progress_columns - 1
         full = min(share, 100) * _BAR_CELLS // 100
         line = f"{'█' * full}{'░' * (_BAR_CELLS - full)} {self._line(progress, share)}"
-        return line if len(line) <= width else self._line(progress, share)[:width]
+        return line if len(line) <= width else self._line(progress, share)
 
     def _line(self, progress: Progress, share: int) -> str:
         sizes = f"{share:3} %  {size_text(progress.done_bytes)} of {size_text(progress.total_bytes)}"

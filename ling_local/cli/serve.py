@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 
 import typer
 
-from ling_local import hub
+from ling_local import hub, paths
 from ling_local.cli import options as opt
 from ling_local.cli.opening import Opened, check_drafter, explained, open_model
 from ling_local.cli.output import Output
@@ -105,7 +104,7 @@ def _names(settings: Settings) -> tuple[str, ...]:
     given = settings["model"]
     if given is None:
         return (hub.DEMO,)
-    path = Path(given).expanduser()
+    path = paths.user_path(given)
     if path.exists():
         return (path.resolve().stem if path.is_file() else path.resolve().name,)
     return (given, given.rpartition("/")[2])

@@ -189,11 +189,12 @@ def _engines() -> Iterator[Check]:
 
 
 def _terminal(terminal: bool) -> Iterator[Check]:
+    if not terminal:  # it may even be closed
+        yield Check("terminal", Status.PASS, "stdout is no terminal: plain text")
+        return
     hints = terminal_hints()
     encoding = (sys.stdout.encoding or "unknown").lower()
-    if not terminal:
-        yield Check("terminal", Status.PASS, "stdout is no terminal: plain text")
-    elif encoding.replace("-", "") != "utf8":
+    if encoding.replace("-", "") != "utf8":
         yield Check("terminal", Status.WARN, f"encoding {encoding}", "Set a UTF-8 locale: export LC_ALL=C.UTF-8")
     else:
         detail = "dumb: plain text" if hints.dumb else "UTF-8" + (", no colour (NO_COLOR)" if hints.no_color else "")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ling_local import hub
+from ling_local import hub, paths
 from ling_local.doctor import weights
 from ling_local.doctor.checks import Check, Status
 from ling_local.engine.checkpoint import (
@@ -164,8 +165,8 @@ def _failed(name: str, error: LingError) -> Check:
 
 def folder_of(name: str, *, offline: bool) -> Path:
     """The folder that name stands for, whole or not; a folder's own path is taken as it is. Raises ModelError."""
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = paths.user_path(name)
+    if os.path.isdir(path):  # which has no exception for a folder that may not be looked into
         return path
     try:
         return hub.find_model(name, offline=offline)

@@ -159,6 +159,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return data
 
 
+def architectures(data: Mapping[str, Any]) -> set[str]:
+    """What a config.json calls itself; nothing where that is no list of texts."""
+    names = data.get("architectures")
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+
+
 def load_model_config(folder: Path) -> ModelConfig:
     """Read and check `folder`/config.json. Raises ModelError naming the file and the key."""
     return model_config(read_config(folder), str(folder / "config.json"))

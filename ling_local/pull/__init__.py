@@ -16,14 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ling_local import hub, paths
-from ling_local.engine.config import DRAFT_ARCHITECTURES, model_config
+from ling_local.engine.config import DRAFT_ARCHITECTURES, architectures, model_config
 from ling_local.errors import DownloadError, ModelError
+from ling_local.hub import size_of
 from ling_local.published import PUBLISHED, find_published, repository, size_text
-from ling_local.pull.remote import Listing, RemoteFile, list_repo, offline, read_small
-from ling_local.pull.store import Store, disk_error, size_of
+from ling_local.pull.remote import Listing, RemoteFile, list_repo, read_small
+from ling_local.pull.store import Store, disk_error
 from ling_local.pull.transfer import RETRY_WAITS_S, Corrupt, Stopped, fetch
 
-__all__ = ["Plan", "Progress", "link_draft", "offline", "plan", "run"]
+__all__ = ["Plan", "Progress", "link_draft", "plan", "run"]
 
 DRAFT_SUFFIX = "-dspark"
 NUM_WORKERS = 4
@@ -138,7 +139,7 @@ def _check_kind(found: Plan) -> None:
             raise ValueError("no object")
     except ValueError:
         raise ModelError(f"{repo}: config.json is damaged", "Tell those who published it.") from None
-    if set(data.get("architectures") or ()) & set(DRAFT_ARCHITECTURES):
+    if architectures(data) & set(DRAFT_ARCHITECTURES):
         return  # a draft is checked against its model when both are loaded
     try:
         model_config(data, f"{repo}/config.json")

@@ -19,6 +19,7 @@ from ling_local.errors import DownloadError, LingError, ModelError, UsageError
 
 # Its HTTP library has changed before; the root of that library's exceptions is found through the one it inherits.
 NetworkError: type[Exception] = next(c for c in errors.HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
+constants.HF_HUB_OFFLINE = False  # whoever comes here may ask: a flag of ours beats its variable
 LISTING_TIMEOUT_S = 15.0
 READ_TIMEOUT_S = 30.0
 _DIGEST = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
@@ -103,8 +104,6 @@ def pieces_from(file: RemoteFile, start: int) -> Iterator[tuple[int, bytes]]:
                 for piece in response.iter_bytes():
                     yield position, piece
                     position += len(piece)
-    except errors.OfflineModeIsEnabled:
-        raise offline(file.name, "HF_HUB_OFFLINE is set") from None
     except (NetworkError, OSError) as error:
         raise Broken(reason(error)) from error
     if again:
@@ -147,8 +146,6 @@ def hub_errors(what: str, revision: str = "main") -> Iterator[None]:
         yield
     except LingError:
         raise
-    except errors.OfflineModeIsEnabled:
-        raise offline(what, "HF_HUB_OFFLINE is set") from None
     except errors.HFValidationError:
         raise UsageError(
             f"'{what}' is no name of a repository", "Give one as OWNER/NAME, or `ling pull tiny`."
@@ -165,6 +162,9 @@ def hub_errors(what: str, revision: str = "main") -> Iterator[None]:
         status = error.response.status_code
         raise DownloadError(f"{what}: {endpoint()} says {status}", "Try again later.") from None
     except (NetworkError, OSError) as error:
+        if isinstance(error, OSError) and error.filename:  # the token's
+            hint = "Correct its permissions, or set HF_HOME to another folder."
+            raise DownloadError(f"{error.filename} cannot be read: {error.strerror}", hint) from None
         raise unreachable(what, reason(error)) from None
 
 
@@ -172,12 +172,6 @@ def unreachable(what: str, why: str) -> DownloadError:
     """The one wording for a network that does not give."""
     hint = "Look at the network (HF_ENDPOINT and the proxy variables are obeyed), then run it again."
     return DownloadError(f"{what}: nothing comes from {endpoint()}: {why}", hint)
-
-
-def offline(what: str, why: str) -> DownloadError:
-    """The one wording for a download that is not allowed."""
-    hint = "Go online, or copy a checkpoint folder here and name it: -m FOLDER."
-    return DownloadError(f"{what} is not fetched: {why}", hint)
 
 
 def reason(error: BaseException) -> str:

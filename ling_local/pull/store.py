@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ling_local.errors import DownloadError
+from ling_local.hub import size_of
 
 _PART = re.compile(r"^[0-9a-f]{40}(?:[0-9a-f]{24})?\.incomplete$")
 
@@ -84,10 +85,6 @@ class Store:
         """The file is here in full length: under its name, or finished and without its name yet."""
         return size in (size_of(self.pointer(commit, name)), size_of(self.blob(digest)))
 
-    def parts_bytes(self) -> int:
-        """What lies here of files that are not finished."""
-        return sum(size_of(part) or 0 for part in self.other_parts(set()))
-
     @contextmanager
     def lock(self, waiting: Callable[[], None]) -> Iterator[None]:
         """Hold the repository against other pulls; waiting is called once if one is under way. DownloadError."""
@@ -110,11 +107,3 @@ def disk_error(error: OSError, place: Path) -> DownloadError:
     """What the disk refused, in our words."""
     what = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
     return DownloadError(f"cannot write to {place.parent}: {what}", "Make room there, or set HF_HOME to another disk.")
-
-
-def size_of(path: Path) -> int | None:
-    """Length of the file, None where there is none (a link to nothing included)."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None

@@ -6,10 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ling_local import sessions
+from ling_local import paths, sessions
 from ling_local.errors import LingError, UsageError
 from ling_local.settings import TABLE, Settings
 from ling_local.text.clean import visible
@@ -67,7 +66,7 @@ def _clear(app: App, act: Act) -> None:
 
 
 def _read(app: App, act: Act) -> None:
-    file = Path(act.value).expanduser()
+    file = paths.user_path(act.value)
     text = transcript.read_file(file)
     if not text.strip():
         raise UsageError(f"{file} is empty")
@@ -90,13 +89,13 @@ def _save(app: App, act: Act) -> None:
         return
     if not app.state.turns:
         raise UsageError("there is nothing to save yet")
-    file = Path(act.value).expanduser()
+    file = paths.user_path(act.value)
     transcript.write(file, app.talk.settings["system"], app.state.messages)
     app.say(f"saved: {file}")
 
 
 def _load(app: App, act: Act) -> None:
-    file = Path(act.value).expanduser()
+    file = paths.user_path(act.value)
     if file.suffix.lower() == ".json":
         system, messages = transcript.read_json(file)
         app.keeper.start_anew()

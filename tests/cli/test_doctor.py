@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ling_local.doctor import Status, run_checks
 from program import Program
 
 TORCH = """
@@ -161,3 +163,9 @@ def test_offline_and_the_time_of_each_check_are_said(ling: Program) -> None:
     done = ling("doctor", "--offline", "-v")
     assert "offline by flag --offline" in done.text
     assert "ling: python: after " in done.err
+
+
+def test_a_closed_stdout_is_no_broken_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ling_local.doctor.gpu.check", lambda *_: iter(()))
+    monkeypatch.setattr(sys, "stdout", None)
+    assert {check.status for check in run_checks(None, False) if check.name == "terminal"} == {Status.PASS}

@@ -68,6 +68,18 @@ def test_a_usage_error_with_json_has_an_error_object_too(ling: Program) -> None:
     assert done.json["error"]["kind"] == "UsageError"
 
 
+@pytest.mark.parametrize("args", [["--fromat"], [], ["-p", "hi", "-n", "x"]], ids=str)
+def test_a_failure_of_chat_with_json_is_an_event_on_a_line_from_the_flags_on(ling: Program, args: list[str]) -> None:
+    done = ling("chat", "--json", *args)
+    assert done.code == 2
+    assert [(event["event"], event["error"]["kind"]) for event in done.events] == [("error", "UsageError")]
+
+
+def test_a_prompt_that_reads_like_a_flag_is_a_prompt(ling: Program) -> None:
+    done = ling("complete", "-p", "--json", "-m", "nosuch")
+    assert (done.code, done.out) == (1, b"")
+
+
 @pytest.mark.parametrize("command", ["chat", "complete", "bench"])
 def test_a_load_that_fails_is_exit_1(ling: Program, write_script: Write, command: str) -> None:
     script = write_script(
@@ -116,14 +128,7 @@ def test_debug_shows_the_trace_of_a_known_failure(ling: Program) -> None:
     assert "Traceback" not in ling("complete", "-p", "x", "-m", "nosuch", "--no-debug", env={"LING_DEBUG": "1"}).err
 
 
-def test_python_dash_m_is_the_same_program(ling: Program) -> None:
-    import subprocess
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-m", "ling_local.cli.main", "--version"],
-        capture_output=True,
-        env=ling.environment(),
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout) == (0, ling("--version").out)
+def test_ctrl_c_while_the_program_is_imported_leaves_no_trace(ling: Program) -> None:
+    (ling.home / "typer.py").write_text("raise KeyboardInterrupt\n")
+    done = ling("--help", env={"PYTHONPATH": str(ling.home)})
+    assert (done.code, done.out, done.err) == (130, b"", "")

@@ -266,6 +266,7 @@ def test_a_format_that_ling_does_not_read_is_refused_with_the_reason(hub: Hub, p
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "LlamaForCausalLM"),
+        ({"architectures": 5}, '"architectures": 5'),
     ],
 )
 def test_a_repository_that_ling_could_not_load_is_refused_before_its_weights(
@@ -295,6 +296,7 @@ def test_wrong_names_say_what_is_wrong(hub: Hub, pull: Pull) -> None:
     hub.gated.add(TINY)
     for args, code, words in (
         ([], 2, "pull what?"),
+        ([""], 2, "pull what?"),
         (["tny"], 1, "Did you mean tiny?"),
         (["a/b/c"], 2, "'a/b/c' is no name of a repository"),
         (["no/such"], 1, "there is no repository 'no/such'"),
@@ -325,7 +327,7 @@ def test_a_commit_can_be_pulled_by_its_id(ling: Program, hub: Hub, pull: Pull) -
         (["--offline"], {}, "--offline"),
         ([], {"LING_OFFLINE": "1"}, "LING_OFFLINE"),
         ([], {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE"),
-        (["--online"], {"HF_HUB_OFFLINE": "YES"}, "HF_HUB_OFFLINE"),
+        ([], {"TRANSFORMERS_OFFLINE": "YES"}, "TRANSFORMERS_OFFLINE"),
     ],
 )
 def test_offline_asks_nobody(hub: Hub, pull: Pull, args: list[str], env: dict[str, str | None], source: str) -> None:
@@ -333,6 +335,17 @@ def test_offline_asks_nobody(hub: Hub, pull: Pull, args: list[str], env: dict[st
     assert (done.code, done.out) == (1, b"")
     assert source in done.err
     assert hub.asked == []
+
+
+def test_a_token_that_cannot_be_read_is_no_matter_of_the_network(hub: Hub, pull: Pull) -> None:
+    done = pull("tiny", env={"HF_HOME": "/dev/null/home"})
+    assert (done.code, hub.asked) == (1, [])
+    assert done.err.startswith("ling: /dev/null/home/token cannot be read: Not a directory")
+
+
+def test_a_flag_of_ours_beats_the_variable_of_the_hub(pull: Pull) -> None:
+    done = pull("tiny", "--online", env={"HF_HUB_OFFLINE": "1"})
+    assert done.code == 0, done.err
 
 
 def test_offline_a_whole_model_is_good_enough(ling: Program, hub: Hub, pull: Pull) -> None:

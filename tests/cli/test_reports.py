@@ -128,11 +128,12 @@ def test_config_shows_each_value_and_its_source(ling: Program) -> None:
     ling.config("top_k = 5\nstop = ['A', 'B']\n")
     args = ("config", "--engine-not-needed")
     assert ling(*args).code == 2
-    done = ling("config", env={"LING_TEMPERATURE": "0.5", "LING_ENGINE": "scripted"})
+    done = ling("config", env={"LING_TEMPERATURE": "0.5", "LING_ENGINE": "scripted", "LING_SYSTEM": "a\nb"})
     lines = {line.split()[0]: line.split() for line in done.text.splitlines()}
     assert set(lines) == set(KEPT)
     assert lines["temperature"][1:] == ["0.5", "LING_TEMPERATURE"]
     assert lines["top_k"][1:] == ["5", "config.toml:1"]
+    assert lines["system"][1:] == ["a\\nb", "LING_SYSTEM"]
     assert lines["ctx"][1:] == ["0", "default"]
     document = ling("config", "--json", "--model", "x", env={"LING_ENGINE": "scripted"}).json
     assert document["settings"]["stop"] == {"value": ["A", "B"], "source": "config.toml:2", "variable": "LING_STOP"}
@@ -150,6 +151,8 @@ def test_config_takes_the_flags_of_a_run_and_names_every_kind_of_source(ling: Pr
     assert (rows["offline"]["value"], rows["offline"]["source"]) == (True, "HF_HUB_OFFLINE")
     assert rows["top_p"]["source"] == "default"
     assert ling("config", "--json", "--online", env=env).json["settings"]["offline"]["value"] is False
+    rows = ling("config", "--json", env={"LING_STDIN_WAIT": "inf", "LING_TEMPERATURE": "0.12345678"}).json["settings"]
+    assert (rows["stdin_wait"]["value"], rows["temperature"]["value"]) == ("inf", 0.12345678)
     env["LING_OFFLINE"] = "0"
     assert ling("config", "--json", env=env).json["settings"]["offline"]["source"] == "LING_OFFLINE"
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ling_local.cli.output import Output, Stream
 from program import COMMAND, ESC, Program, group_is_gone, seen, watch
 
 Write = Callable[..., Path]
@@ -64,6 +67,8 @@ def test_color_beats_everything(ling: Program) -> None:
     assert ESC in ling("--color", "always", "--help", env={"TERM": "dumb", "NO_COLOR": "1"}).out
     assert ESC in ling("complete", "--fromat", "--color=always").err.encode()
     assert ESC not in on_terminal(ling, {}, "models", "--color", "never")
+    assert ESC in ling("complete", "--help", env={"LING_COLOR": "always"}).out
+    assert ESC not in ling("complete", "--help", "--color", "never", env={"LING_COLOR": "always"}).out
     assert ESC not in on_terminal(ling, {"LING_COLOR": "never"}, "chat", "-m", "nosuch", "-p", "q")
     assert ling("models", "--color", "sometimes").code == 2
 
@@ -126,6 +131,19 @@ def test_head_and_true_as_readers(ling: Program, write_script: Write) -> None:
         assert done.returncode in (0, 141), line
 
 
+def test_a_progress_line_does_not_wrap(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setattr(
+        os, "get_terminal_size", lambda descriptor: os.terminal_size((20 if descriptor == 2 else 80, 24))
+    )
+    output = Output(Stream(False), Stream(True), Stream(True, live=True))
+    output.progress("x" * 30)
+    output.progress("y")
+    output.clear_progress()
+    assert capfdbinary.readouterr().err == b"\r" + b"x" * 19 + b"\ry" + b" " * 18 + b"\r \r"
+
+
 def test_a_full_disk_behind_stdout_is_one_line(ling: Program, write_script: Write) -> None:
     script = write_script(["answer"])
     with open("/dev/full", "wb") as full:
@@ -178,6 +196,17 @@ def test_a_signal_ends_a_run_and_its_engine(ling: Program, write_script: Write, 
     assert group_is_gone(process.pid)
 
 
+def test_nohup_stays_in_force(ling: Program, write_script: Write) -> None:
+    script = write_script([{"tokens": ["word "], "repeat": 300, "delay_ms": 1}])
+    command = ("nohup", *COMMAND)
+    process = ling.start("complete", "--engine", "scripted", "-m", script, "-p", "q", "-n", "300", command=command)
+    assert process.stdout is not None
+    assert process.stdout.read(5) == b"word "
+    os.killpg(process.pid, signal.SIGHUP)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
 def test_ctrl_c_while_the_model_loads_ends_at_once(ling: Program, write_script: Write) -> None:
     script = write_script(["x"], load={"delay_ms": 20_000})
     process = ling.start("complete", "--engine", "scripted", "-m", script, "-p", "q")
@@ -190,9 +219,28 @@ def test_ctrl_c_while_the_model_loads_ends_at_once(ling: Program, write_script: 
     assert group_is_gone(process.pid)
 
 
-def test_an_interrupted_json_run_is_still_a_document(ling: Program, write_script: Write) -> None:
-    import json
+CUT_LOAD = """
+import sys
+from ling_local.cli import main, opening
+def cut(opened): raise KeyboardInterrupt
+opening.check_drafter = cut
+sys.exit(main.run())
+"""
 
+
+@pytest.mark.parametrize(("command", "key"), [("complete", "finish"), ("chat", "reason")])
+def test_ctrl_c_while_the_model_loads_is_a_document_too(
+    ling: Program, write_script: Write, command: str, key: str
+) -> None:
+    script = write_script(["x"], load={"delay_ms": 20_000})
+    args = (command, "-p", "q", "--engine", "scripted", "-m", script, "--json")
+    process = ling.start(*args, command=(sys.executable, "-c", CUT_LOAD))
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, err) == (130, b"")
+    assert (json.loads(out)[key], json.loads(out)["model"]) == ("cancelled", None)
+
+
+def test_an_interrupted_json_run_is_still_a_document(ling: Program, write_script: Write) -> None:
     script = write_script(LONG)
     process = ling.start("complete", "--engine", "scripted", "-m", script, "-p", "q", "-n", "100000", "--json")
     time.sleep(1.5)

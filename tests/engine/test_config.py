@@ -31,6 +31,7 @@ def test_an_unsupported_switch_is_refused_by_name(key: str) -> None:
     [
         ("use_sliding_window", True),  # a switch that nobody knows
         ("quantization_config", {"quant_method": "fp8"}),
+        ("architectures", 5),
         ("architectures", ["BailingHybridForCausalLM"]),  # written again by transformers
         ("model_type", "bailing_moe"),
         ("num_nextn_predict_layers", 2),
@@ -108,6 +109,7 @@ def test_goldens_are_read() -> None:
     ("key", "value"),
     [
         ("architectures", ["Qwen3ForCausalLM"]),
+        ("architectures", 5),
         ("block_size", None),
         ("block_size", 16),
         ("num_key_value_heads", 3),
