@@ -23,16 +23,15 @@ from ling_local.errors import EngineDied, LingError
 from ling_local.settings import Settings
 from ling_local.text.clean import check_text, visible
 from ling_local.tui import view
-from ling_local.tui.commands import Called, Mistyped, Said, read_line
+from ling_local.tui.commands import Talk, read_line
 from ling_local.tui.events import Cut, Failed, Loaded, Loading, Notice, Restored, ScreenEvent, Sent, Summary, Undone
-from ling_local.tui.figures import count
+from ling_local.tui.figures import count, turn_count
 from ling_local.tui.history import LineHistory
 from ling_local.tui.input import Prompt
 from ling_local.tui.keeper import Keeper
 from ling_local.tui.model import ChatState, apply, new_state
 from ling_local.tui.pane import Pane
 from ling_local.tui.pump import Load, Model, ProgressBox, Pump
-from ling_local.tui.talk import Attachment, Talk
 from ling_local.tui.terminal import Terminal
 from ling_local.tui.wrap import clip
 from ling_local.types import Event, Message, Request
@@ -75,8 +74,8 @@ class App:
         self.keeper = Keeper(host.settings["history"])
         self.history = history
         self.talk = Talk(host.settings, host.settings)
-        self.state = new_state(host.version, host.name, host.note, host.settings["show_thinking"] is True)
-        self.attached: tuple[Attachment, ...] = ()
+        self.state = new_state(host.version, host.name, host.note, host.settings["show_thinking"])
+        self.attached: tuple[str, ...] = ()  # files that go with the next question
         self.load: Load
         self.box: ProgressBox
         self._told: Load | None = None
@@ -160,11 +159,9 @@ class App:
         pairs = sessions.turns(saved.messages)
         self.put(Restored(pairs))
         if self.talk.settings.sources["system"] in ("default", "session"):
-            values = {**self.talk.settings.values, "system": saved.system}
-            sources = {**self.talk.settings.sources, "system": "session"}
-            self.talk = replace(self.talk, settings=replace(self.talk.settings, values=values, sources=sources))
-        turns = "1 turn" if len(pairs) == 1 else f"{len(pairs)} turns"
-        self.say(f"\nsession {saved.name}: {turns}" + (f"; {saved.lost} broken lines left out" if saved.lost else ""))
+            self.talk = replace(self.talk, settings=self.talk.settings.changed("session", system=saved.system))
+        lost = f"; {saved.lost} broken lines left out" if saved.lost else ""
+        self.say(f"\nsession {saved.name}: {turn_count(len(pairs))}{lost}")
         if saved.unasked and not self._line:
             self._line = saved.unasked
         self._replaces = False
@@ -193,17 +190,21 @@ class App:
                 self.terminal.wait(FRAME_S)
             self.pane.erase()
 
-    def ask(self, text: str, echo: bool = False, replaces: bool = False) -> None:
-        """Send a question and draw its answer. Ctrl-C keeps what came; an error leaves the talk as it was."""
-        taken = self.state.turns[-1:] if replaces else ()
+    def ask(self, text: str, replaces: bool = False, again: bool = False) -> None:
+        """Send a question and draw its answer. Ctrl-C keeps what came; an error leaves the talk as it was.
+
+        replaces: it takes the last turn's place; again: as that turn's question, so that nothing new goes with it.
+        """
+        taken = self.state.turns[-1:] if replaces or again else ()
         if taken:
             self.undo()
-        content = "\n\n".join([text, *(f"{file.name}:\n\n{file.text}" for file in self.attached)])
+        attached = () if again else self.attached
+        content = "\n\n".join([text, *attached])
         self._reopen_if_dead()
         request = self.host.request(self.talk.settings, (*self.state.messages, Message("user", content)))
         self.keeper.asked(content, self.talk.settings["system"], self.load.model.spec.model, self.state.messages)
         num_turns = len(self.state.turns)
-        self.put(Sent(content, echo))
+        self.put(Sent(content, echo=again))
         pump = Pump(self.load, request, self.terminal.wake)
         try:
             with self.terminal.watching():
@@ -216,7 +217,7 @@ class App:
         kept = len(self.state.turns) > num_turns
         if kept:
             last = self.state.turns[-1]
-            self.attached = ()
+            self.attached = self.attached[len(attached) :]
             self.keeper.ended(last.reason.value if last.reason else "", last.calls)
         else:
             self.keeper.failed()
@@ -242,17 +243,15 @@ class App:
         except EOFError:
             return False
         self.note_load()
-        replaces, self._replaces = self._replaces, False
-        said = read_line(text)
+        replaces, self._replaces = self._replaces and not self.prompt.was_cleared, False
         try:
-            if isinstance(said, Said):
-                self.ask(said.text, replaces=replaces)
-            elif isinstance(said, Called):
+            said = read_line(text)
+            if isinstance(said, str):
+                self.ask(said, replaces=replaces)
+            elif said is not None:
                 from ling_local.tui.acts import obey
 
-                return obey(self, said)
-            elif isinstance(said, Mistyped):
-                self.say(said.message, "error")
+                return obey(self, *said)
         except EOFError:  # nobody types any more
             return False
         except LingError as error:
@@ -318,7 +317,7 @@ class App:
             self.pane.forget()
 
     def _finished(self, before: ChatState) -> list[RenderableType]:
-        if self.talk.settings["stats"] is not False:
+        if self.talk.settings["stats"]:
             return view.finished(before, self.state)
         items = self.state.log.after(len(before.log))
         return [view.show(item) for item in items if not isinstance(item, Summary)]

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application.current import get_app
+from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition, has_focus, is_searching
@@ -26,8 +27,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
-from ling_local.tui.commands import ALIASES, COMMANDS
-from ling_local.tui.talk import block_is_open
+from ling_local.tui.commands import ALIASES, COMMANDS, block_is_open
 
 Words = Callable[[], Iterable[str]]
 
@@ -116,6 +116,7 @@ class Prompt:
         colour: bool = True,
         mark: str = "› ",
     ) -> None:
+        self.was_cleared = False  # by Ctrl-C, since `read` began: what stood there to begin with is not meant any more
         self._failed = failed
         self._session: PromptSession[str] = PromptSession(
             message=[("class:prompt", mark)],
@@ -129,7 +130,7 @@ class Prompt:
             complete_style=CompleteStyle.COLUMN,
             reserve_space_for_menu=6,
             bottom_toolbar=lambda: _toolbar(toolbar()),
-            key_bindings=_bindings(),
+            key_bindings=_bindings(self._clear),
             style=Style.from_dict(_COLOURS if colour else _PLAIN),
             include_default_pygments_style=False,
             color_depth=None if colour else ColorDepth.DEPTH_1_BIT,
@@ -149,6 +150,7 @@ class Prompt:
             if not self._end_if_failed() and editor:
                 get_app().current_buffer.open_in_editor()
 
+        self.was_cleared = False
         return self._session.prompt(default=default, pre_run=begin)
 
     def refresh(self) -> None:
@@ -158,6 +160,10 @@ class Prompt:
             with suppress(RuntimeError):  # closed: the read has just ended
                 # `invalidate` looks for the loop several times: in the thread that reads it cannot lose it halfway
                 loop.call_soon_threadsafe(self._look)
+
+    def _clear(self, buffer: Buffer) -> None:
+        buffer.reset()
+        self.was_cleared = True
 
     def _look(self) -> None:
         if not self._end_if_failed():
@@ -179,7 +185,7 @@ def _toolbar(text: str) -> StyleAndTextTuples:
     return [("class:bottom-toolbar.text", text)]
 
 
-def _bindings() -> KeyBindings:
+def _bindings(clear: Callable[[Buffer], None]) -> KeyBindings:
     bindings = KeyBindings()
     typing = has_focus("DEFAULT_BUFFER") & ~is_searching
 
@@ -201,7 +207,7 @@ def _bindings() -> KeyBindings:
     @bindings.add("<sigint>", filter=typing)
     def _interrupt(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
-            event.current_buffer.reset()
+            clear(event.current_buffer)
         else:
             event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
 
 from ling_local.engine.protocol import Engine, EngineInfo, EngineSpec, Progress
 from ling_local.errors import LingError
@@ -13,6 +14,8 @@ from ling_local.generate import CancelToken, TextModel, generate
 from ling_local.settings import Settings
 from ling_local.tui.events import Failed, Prefilling, ScreenEvent
 from ling_local.types import Event, Request
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,39 +35,50 @@ class Model:
     ready: Callable[[TextModel], EngineInfo]
 
 
-class Load:
-    """Waits for a model in a thread of its own."""
+class Job(Generic[T]):
+    """Work in a thread of its own, and what came of it. on_end is called there."""
+
+    def __init__(self, work: Callable[[], T], on_end: Callable[[], None], name: str = "job") -> None:
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+        self._work, self._on_end = work, on_end
+        self._value: list[T] = []
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """The work has ended, well or not."""
+        return self._ended.is_set()
+
+    def result(self) -> T:
+        """Wait for the end; what the work gave. Raises what it raised."""
+        self._ended.wait()
+        if self.error is not None:
+            raise self.error
+        return self._value[0]
+
+    def _run(self) -> None:
+        try:
+            self._value.append(self._work())
+        except BaseException as error:
+            self.error = error
+        self._ended.set()
+        self._on_end()
+
+
+class Load(Job[TextModel]):
+    """Reads a model: its text side, and then its weights."""
 
     def __init__(self, model: Model, on_end: Callable[[], None]) -> None:
         self.model = model
         self.info: EngineInfo | None = None
         self.text_model: TextModel | None = None
-        self.error: BaseException | None = None
-        self._ended = threading.Event()
-        self._on_end = on_end
-        threading.Thread(target=self._wait, name="model-load", daemon=True).start()
+        super().__init__(self._load, on_end, "model-load")
 
-    @property
-    def is_over(self) -> bool:
-        """The load has ended, well or not."""
-        return self._ended.is_set()
-
-    def result(self) -> TextModel:
-        """Wait for the end. Raises what the load failed with."""
-        self._ended.wait()
-        if self.error is not None:
-            raise self.error
-        assert self.text_model is not None
+    def _load(self) -> TextModel:
+        self.text_model = self.model.load_text()
+        self.info = self.model.ready(self.text_model)
         return self.text_model
-
-    def _wait(self) -> None:
-        try:
-            self.text_model = self.model.load_text()
-            self.info = self.model.ready(self.text_model)
-        except BaseException as error:
-            self.error = error
-        self._ended.set()
-        self._on_end()
 
 
 @dataclass(slots=True)
