@@ -13,10 +13,10 @@ from ling_local import sessions
 from ling_local.errors import LingError, UsageError
 from ling_local.settings import TABLE, Settings
 from ling_local.text.clean import visible
-from ling_local.tui import figures, transcript
+from ling_local.tui import figures, transcript, view
 from ling_local.tui.clipboard import code_blocks, copy
 from ling_local.tui.commands import COMMANDS, KEYS_HELP, Command, Talk, help_text
-from ling_local.tui.events import Cleared, Restored, ThinkShown
+from ling_local.tui.events import Kept, Restored, ThinkShown
 from ling_local.tui.model import Turn
 from ling_local.tui.pump import Job
 from ling_local.types import FinishReason, Message, SamplingParams, Stats
@@ -75,7 +75,7 @@ def _undo(app: App, argument: str) -> None:
 
 
 def _clear(app: App, argument: str) -> None:
-    app.put(Cleared())
+    app.put(Kept(()))
     app.attached = ()
     app.keeper.start_anew()
     app.say("a new talk begins", "")
@@ -185,8 +185,7 @@ def _model(app: App, argument: str) -> None:
         raise
     new = app.load.model
     app.talk = Talk(_taken(app.talk.settings, new.settings), _taken(app.talk.started, new.settings))
-    bare = tuple((turn.prompt, replace(turn.message, ids=())) for turn in app.state.turns)
-    app.put(Restored(bare, echo=False))  # ids of one model mean nothing to another
+    app.put(Kept(tuple(replace(turn, ids=()) for turn in app.state.turns)))  # one model's ids mean nothing to another
     app.keeper.model(new.spec.model)
     app.say(f"now: {new.name}")
 
@@ -210,9 +209,7 @@ def _wait_loaded(app: App, on_interrupt: Callable[[], None]) -> None:
     load = app.load
 
     def tail() -> str:
-        progress = app.box.progress
-        share = f" {100 * progress.done // progress.total} %" if progress and progress.total else ""
-        return f"loading {load.model.name}{share}"
+        return f"{load.model.name}: {view.loading(app.box.progress)}"
 
     app.wait_for(lambda: load.is_over, tail, on_interrupt)
     load.result()
@@ -225,7 +222,7 @@ def _loaded(app: App) -> TextModel:
         raise UsageError("the model is still loading")
 
     _wait_loaded(app, give_up)
-    app.note_load()
+    app.check_load()
     return app.load.result()
 
 

@@ -14,22 +14,22 @@ from dataclasses import dataclass, replace
 
 from prompt_toolkit.input import Input
 from prompt_toolkit.output import Output
-from rich.console import Console, Group, NewLine, RenderableType
+from rich.console import Console, NewLine
 from rich.text import Text
 
 from ling_local import sessions
-from ling_local.engine.protocol import EngineInfo, ProgressFn
+from ling_local.engine.protocol import ProgressFn
 from ling_local.errors import EngineDied, LingError
 from ling_local.settings import Settings
 from ling_local.text.clean import check_text, visible
 from ling_local.tui import view
 from ling_local.tui.commands import Talk, read_line
-from ling_local.tui.events import Cut, Failed, Loaded, Loading, Notice, Restored, ScreenEvent, Sent, Summary, Undone
-from ling_local.tui.figures import count, turn_count
+from ling_local.tui.events import Cut, Failed, Kept, Notice, Restored, ScreenEvent, Sent
+from ling_local.tui.figures import turn_count
 from ling_local.tui.history import LineHistory
 from ling_local.tui.input import Prompt
 from ling_local.tui.keeper import Keeper
-from ling_local.tui.model import ChatState, apply, new_state
+from ling_local.tui.model import ChatState, apply
 from ling_local.tui.pane import Pane
 from ling_local.tui.pump import Load, Model, ProgressBox, Pump
 from ling_local.tui.terminal import Terminal
@@ -74,11 +74,10 @@ class App:
         self.keeper = Keeper(host.settings["history"])
         self.history = history
         self.talk = Talk(host.settings, host.settings)
-        self.state = new_state(host.version, host.name, host.note, host.settings["show_thinking"])
+        self.state = ChatState(think_shown=host.settings["show_thinking"])
         self.attached: tuple[str, ...] = ()  # files that go with the next question
         self.load: Load
         self.box: ProgressBox
-        self._told: Load | None = None
         self._line: str = ""  # stands in the next prompt to begin with
         self._in_editor = False
         self._replaces = False  # the next question takes the place of the last one
@@ -111,7 +110,7 @@ class App:
     def _talk(self) -> None:
         self.talk = Talk(self.load.model.settings, self.load.model.settings)
         if not self.host.settings["quiet"]:
-            self.pane.draw(view.header(self.state), None)
+            self.pane.draw(view.header(self.host.version, self.host.name, self.host.note))
         if self.host.settings["resume"] is not None:
             self.resume(self.host.settings["resume"])
         while self._turn():
@@ -126,7 +125,7 @@ class App:
         before = self.state
         for event in events:
             self.state = apply(self.state, event)
-        self.pane.draw(self._finished(before), None)
+        self.pane.draw(view.finished(before, self.state, self.talk.settings["stats"]))
 
     def say(self, text: str, style: str = "dim") -> None:
         """A line, or lines, of ours."""
@@ -139,15 +138,10 @@ class App:
         self.box, self._dead = box, False
         self.load = Load(model, self._refresh)
 
-    def note_load(self) -> None:
-        """Take in that the load has ended. Raises what it failed with."""
-        if not self.load.is_over or self._told is self.load:
-            return
+    def check_load(self) -> None:
+        """Raise what the load failed with, if it has."""
         if self.load.error is not None:
             raise self.load.error
-        self._told = self.load
-        if self.load.info is not None:
-            self.state = apply(self.state, Loaded(self.load.info))
 
     def resume(self, name: str) -> None:
         """Go on with a saved talk. LingError."""
@@ -168,7 +162,7 @@ class App:
 
     def undo(self) -> None:
         """Take the last turn back, here and on disk."""
-        self.put(Undone())
+        self.put(Kept(self.state.turns[:-1]))
         self.keeper.undo()
 
     def edit(self, text: str, replaces: bool) -> None:
@@ -186,7 +180,7 @@ class App:
                     on_interrupt()
                 self._suspend_if_asked()
                 columns, _ = self.pane.resize()
-                self.pane.draw([], Text(clip(tail(), columns), "dim"))
+                self.pane.draw([], [Text(clip(tail(), columns), "dim")])
                 self.terminal.wait(FRAME_S)
             self.pane.erase()
 
@@ -222,17 +216,16 @@ class App:
         else:
             self.keeper.failed()
             if taken:  # the answer that was to be replaced is better than none
-                pairs = [(turn.prompt, turn.message) for turn in (*self.state.turns, *taken)]
-                self.put(Restored(tuple(pairs), echo=False))
-                self.keeper.restore(sum(((Message("user", t.prompt), t.message) for t in taken), ()))
+                self.put(Kept((*self.state.turns, *taken)))
+                self.keeper.restore(self.state.messages[-2:])
         self._tell_problems()
 
     # --- the loop
 
     def _turn(self) -> bool:
         """One line. False: the person leaves."""
-        self.note_load()
-        self.pane.draw([NewLine()], None)
+        self.check_load()
+        self.pane.draw([NewLine()])
         line, in_editor, self._line, self._in_editor = self._line, self._in_editor, "", False
         try:
             text = check_text(self.prompt.read(line, in_editor))
@@ -242,7 +235,7 @@ class App:
             return True
         except EOFError:
             return False
-        self.note_load()
+        self.check_load()
         replaces, self._replaces = self._replaces and not self.prompt.was_cleared, False
         try:
             said = read_line(text)
@@ -266,19 +259,18 @@ class App:
         due = began
         while True:
             events, over = pump.take()
-            self.note_load()  # a load that failed ends the program, and is said there
+            self.check_load()  # a load that failed ends the program, and is said there
             for event in events:
                 self.state = apply(self.state, event)
                 self.keeper.take(event)
-            if not self.load.is_over and self.box.progress is not None:
-                self.state = apply(self.state, Loading(self.box.progress))
             if self.terminal.interrupted and not over:
                 self.terminal.interrupted = False
                 stopped_s = self._stop(pump, stopped_s)
             self._suspend_if_asked()
             now = time.monotonic()
             if over or now >= due:
-                self.pane.draw(self._finished(before), None if over else self._tail(now - began))
+                done = view.finished(before, self.state, self.talk.settings["stats"])
+                self.pane.draw(done, [] if over else self._tail(now - began))
                 before, due = self.state, time.monotonic() + FRAME_S
             if over:
                 break
@@ -287,15 +279,14 @@ class App:
             raise pump.crash
         self._dead = self._dead or isinstance(pump.error, EngineDied)
 
-    def _tail(self, waited_s: float) -> RenderableType | None:
+    def _tail(self, waited_s: float) -> list[Text]:
         columns, rows = self.pane.resize()
         typed = visible(self.terminal.typed)
-        lines = view.live(self.state, columns, rows - 1 if typed else rows, self.host.colour, waited_s)
-        if not typed:
-            return lines
-        mark = "› " if self.host.unicode else "> "
-        line = Text(mark + clip(" ".join(typed.split("\n")), columns - len(mark)), "dim")
-        return Group(lines, line) if lines is not None else line
+        colour, load = self.host.colour, self.box.progress
+        lines = view.live_lines(self.state, columns, rows - 1 if typed else rows, colour, waited_s, load)
+        if typed:
+            lines.append(Text("› " + clip(" ".join(typed.split("\n")), columns - 2), "dim"))
+        return lines
 
     def _stop(self, pump: Pump, stopped_s: float | None) -> float:
         """Ctrl-C while an answer is due or comes; when it was first pressed."""
@@ -315,12 +306,6 @@ class App:
             self.pane.erase()
             self.terminal.suspend()
             self.pane.forget()
-
-    def _finished(self, before: ChatState) -> list[RenderableType]:
-        if self.talk.settings["stats"]:
-            return view.finished(before, self.state)
-        items = self.state.log.after(len(before.log))
-        return [view.show(item) for item in items if not isinstance(item, Summary)]
 
     # --- the model that loads
 
@@ -344,16 +329,8 @@ class App:
 
     def _status(self) -> str:
         """The toolbar under the prompt: how the load goes, else what the model is and how full its context."""
-        columns, _ = self.pane.resize()
-        state, load = self.state, self.load
-        if not load.is_over:
-            progress = self.box.progress
-            return clip(view.loading(apply(state, Loading(progress))) if progress else "loading", columns)
-        if load.info is None:
-            return ""
-        full = view.status(replace(state, loading=None), columns) or f"context {count(load.info.context_limit)}"
-        return clip(" · ".join([_facts(load.info), full]), columns)
-
-
-def _facts(info: EngineInfo) -> str:
-    return visible(f"{info.model} · {info.dtype} · {info.device}")
+        if not self.load.is_over:
+            text = view.loading(self.box.progress)
+        else:
+            text = view.status(self.load.info, self.state) if self.load.info else ""
+        return clip(text, self.pane.resize()[0])

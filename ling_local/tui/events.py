@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ling_local.engine.protocol import EngineInfo, Progress
 from ling_local.errors import LingError
 from ling_local.tui.blocks import Block
 from ling_local.types import FinishReason, Message, Stats
 
+if TYPE_CHECKING:
+    from ling_local.tui.model import Turn
+
 # --- the screen's own events
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """The weights are on their way."""
-
-    progress: Progress
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The engine is ready."""
-
-    info: EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +25,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Prefilling:
-    """The engine has the request and reads the prompt; num_tokens 0 where nobody has counted it."""
-
-    num_tokens: int = 0
+    """The model is there, and the engine reads the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +56,20 @@ class ThinkShown:
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
-    """The talk is forgotten; what is printed stays."""
+class Kept:
+    """The talk is these turns from here on; what is printed stays."""
 
-
-@dataclass(frozen=True, slots=True)
-class Undone:
-    """The last turn is taken back."""
+    turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A saved talk takes the place of this one. echo: print its last turn."""
+    """A saved talk takes the place of this one; its last turn is printed."""
 
     turns: tuple[tuple[str, Message], ...]
-    echo: bool = True
 
 
-ScreenEvent = Loading | Loaded | Sent | Prefilling | Cut | Failed | Notice | ThinkShown | Cleared | Undone | Restored
+ScreenEvent = Sent | Prefilling | Cut | Failed | Notice | ThinkShown | Kept | Restored
 
 
 # --- what is printed for good

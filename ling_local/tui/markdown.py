@@ -7,7 +7,7 @@ paragraph stay. `Rendered` makes the lines for the width that it is printed at; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -41,21 +41,15 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A block for Rich. leading: whether the blank line before it is printed, where it has one."""
+    """A finished block for Rich."""
 
     block: Block
-    leading: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self.block.gap and self.leading:
+        if self.block.gap:
             yield Text()
         for line in render_lines(self.block, options.max_width):
             yield from line.render(console, end="\n")
-
-
-def render(block: Block) -> Rendered:
-    """A finished block as a Rich renderable."""
-    return Rendered(block)
 
 
 def render_lines(block: Block, width: int) -> list[Text]:
@@ -71,11 +65,6 @@ def render_lines(block: Block, width: int) -> list[Text]:
         return wrap(Text(block.text.rstrip("\n")), width)
     page = _Page(source.split("\n"), block.number, added)
     return page.children(SyntaxTreeNode(tokens), width, every_gap=True)
-
-
-def render_document(source: str, width: int) -> list[Text]:
-    """A whole text at once, gaps included: what its blocks, printed one after the other, amount to."""
-    return render_lines(Block(source), width)
 
 
 def open_lines(block: Block, width: int) -> list[Text]:
@@ -230,11 +219,6 @@ def _append(text: Text, tokens: Sequence[Token]) -> None:
 def _is_code_like(opening: Token, before: str) -> bool:
     """`__init__` and `2*3*4` mean themselves to a programmer."""
     return opening.markup == "__" or (opening.markup == "*" and before[-1:].isascii() and before[-1:].isalnum())
-
-
-def plain_lines(lines: Sequence[Text]) -> Iterator[str]:
-    """The lines without their styles."""
-    return (line.plain for line in lines)
 
 
 @lru_cache(maxsize=1)

@@ -1,8 +1,8 @@
 """What the chat screen knows: turns, figures, and the log of what is to be printed for good. Events only.
 
 `apply(state, event)` takes the pump's events and the screen's own, in the order in which they happen:
-`Loading* Loaded`, and for each turn `Sent [Prefilling] (TokenEvent* StatsEvent)* Finish`, or `Failed` where the
-generation ends with an error. Texts are gathered per step: what a step brought reaches `ChatState.log` with its
+for each turn `Sent [Prefilling] (TokenEvent* StatsEvent)* Finish`, or `Failed` where the generation ends with an
+error. Texts are gathered per step: what a step brought reaches `ChatState.log` with its
 StatsEvent, so that a thought's time and tokens are those of the engine.
 
 The log only grows. Whoever draws prints `log.after(len(old.log))` for good and the open tail anew each time.
@@ -13,21 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from ling_local.engine.protocol import EngineInfo, Progress
 from ling_local.errors import LingError, ModelError
 from ling_local.text.channels import parse_tool_call
 from ling_local.text.clean import visible
 from ling_local.tui.blocks import Block, Blocks, close, push
 from ling_local.tui.events import (
     Call,
-    Cleared,
     Cut,
     Failed,
     Fold,
     Item,
+    Kept,
     Line,
-    Loaded,
-    Loading,
     Notice,
     Prefilling,
     Question,
@@ -37,7 +34,6 @@ from ling_local.tui.events import (
     Summary,
     ThinkShown,
     Thought,
-    Undone,
 )
 from ling_local.tui.grown import Grown, newest_text
 from ling_local.types import (
@@ -125,39 +121,21 @@ class Turn:
 class ChatState:
     """Everything that the screen shows.
 
-    model    its name before it is loaded; info: what the engine says it is, once it is
     turns    whole turns, the last one maybe cut; a turn that failed is not among them
-    turn     the one under way; last: the one that ended last, kept or not
+    turn     the one under way
     log      what has been finished since the start, to be printed for good, in order
     """
 
-    version: str
-    model: str
-    note: str = ""
-    info: EngineInfo | None = None
-    loading: Progress | None = None
     phase: Phase = Phase.IDLE
     think_shown: bool = False
     turns: tuple[Turn, ...] = ()
     turn: Turn | None = None
-    last: Turn | None = None
-    prompt_tokens: int = 0
     log: Grown[Item] = field(default_factory=Grown)
-
-    @property
-    def busy(self) -> bool:
-        """A turn is under way."""
-        return self.turn is not None
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The talk so far, without a system message, as the next request wants it."""
         return tuple(m for turn in self.turns for m in (Message("user", turn.prompt), turn.message))
-
-
-def new_state(version: str, model: str, note: str = "", think_shown: bool = False) -> ChatState:
-    """A screen before anything happened. note: what the person should know of the model, such as that it is a demo."""
-    return ChatState(version, model, note, think_shown=think_shown)
 
 
 def apply(state: ChatState, event: Event | ScreenEvent) -> ChatState:
@@ -173,26 +151,17 @@ def apply(state: ChatState, event: Event | ScreenEvent) -> ChatState:
             return _fail(state, event.error)
         case Sent():
             log = state.log.add(Question(event.text)) if event.echo else state.log
-            phase = Phase.WAITING
-            return replace(state, turn=Turn(event.text), phase=phase, prompt_tokens=0, log=log)
+            return replace(state, turn=Turn(event.text), phase=Phase.WAITING, log=log)
         case Prefilling():
-            waits = state.phase is Phase.WAITING
-            phase = Phase.PREFILL if waits else state.phase
-            return replace(state, phase=phase, prompt_tokens=event.num_tokens or state.prompt_tokens)
+            return replace(state, phase=Phase.PREFILL) if state.phase is Phase.WAITING else state
         case Cut():
-            return replace(state, phase=Phase.STOPPING) if state.busy else state
-        case Loading():
-            return replace(state, loading=event.progress)
-        case Loaded():
-            return replace(state, loading=None, info=event.info, model=event.info.model)
+            return replace(state, phase=Phase.STOPPING) if state.turn else state
         case Notice():
             return replace(state, log=state.log.add(Line(event.text, event.style)))
         case ThinkShown():
             return replace(state, think_shown=event.shown)
-        case Cleared():
-            return replace(state, turns=(), last=None)
-        case Undone():
-            return replace(state, turns=state.turns[:-1], last=None)
+        case Kept():
+            return replace(state, turns=event.turns)
         case Restored():
             return _restore(state, event)
     raise TypeError(f"the screen knows no event {event!r}")
@@ -334,25 +303,24 @@ def _end(state: ChatState, event: Finish) -> ChatState:
     answered = bool(turn.calls) or any(piece.strip() for piece in turn.answer)
     turns = (*state.turns, turn) if event.ids else state.turns  # nothing came: nothing to go on from
     log = state.log.add(Summary(event.stats, event.reason, answered))
-    return replace(state, turn=None, last=turn, turns=turns, phase=Phase.IDLE, log=log)
+    return replace(state, turn=None, turns=turns, phase=Phase.IDLE, log=log)
 
 
 def _fail(state: ChatState, error: LingError) -> ChatState:
     """What came is printed, and not part of the talk."""
     state = _close(state, cut=True)
     log = state.log.add(Line(error.message, "error", error.hint))
-    last = state.turn or state.last
-    return replace(state, turn=None, last=last, phase=Phase.IDLE, loading=None, log=log)
+    return replace(state, turn=None, phase=Phase.IDLE, log=log)
 
 
 def _restore(state: ChatState, event: Restored) -> ChatState:
     turns = tuple(_past(prompt, message) for prompt, message in event.turns)
     log = state.log
-    if event.echo and turns:
+    if turns:
         shown = visible("".join(turns[-1].answer))
         blocks, done = push(Blocks(), shown)
         log = log.add(Question(turns[-1].prompt), *done, *close(blocks))
-    return replace(state, turns=turns, last=None, log=log)
+    return replace(state, turns=turns, log=log)
 
 
 def _past(prompt: str, message: Message) -> Turn:

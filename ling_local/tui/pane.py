@@ -10,6 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleDimensions, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.control import Control
 from rich.segment import ControlType, Segment
+from rich.text import Text
 
 _ERASE = (ControlType.ERASE_IN_LINE, 2)
 
@@ -35,13 +36,11 @@ class Pane:
         self._console.size = ConsoleDimensions(columns, rows)
         return columns, rows
 
-    def draw(self, above: Sequence[RenderableType], tail: RenderableType | None) -> None:
+    def draw(self, above: Sequence[RenderableType], tail: Sequence[Text] = ()) -> None:
         """Print `above` for good and put `tail`, cut to the screen, below it."""
         columns, rows = self.resize()
-        lines: list[list[Segment]] = []
-        if tail is not None:
-            options = self._console.options.update(width=columns, height=None)
-            lines = self._console.render_lines(tail, options, pad=False)[: max(rows - 1, 1)]
+        options = self._console.options.update(width=columns, height=None)
+        lines = self._console.render_lines(Group(*tail), options, pad=False)[: max(rows - 1, 1)] if tail else []
         if not above and not lines and not self._widths:
             return
         head = self._take_away(columns)
@@ -51,7 +50,7 @@ class Pane:
 
     def erase(self) -> None:
         """Take the tail away."""
-        self.draw((), None)
+        self.draw(())
 
     def forget(self) -> None:
         """The cursor is on a fresh line: something else has written to the screen."""

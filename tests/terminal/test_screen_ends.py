@@ -104,6 +104,7 @@ def test_a_failed_regen_keeps_the_old_answer(talk: Start) -> None:
     seen.ask("one")
     seen.send("/regen\r").until("NaN").ready()
     assert seen.ask("/tokens").endswith("1 turn")
+    assert "TTFT" in seen.ask("/stats")  # its figures are kept as well
     name = seen_name(seen)
     again = talk(["x"], args=("--no-think", "--resume", name), columns=100)
     assert again.ask("/tokens").endswith("1 turn")

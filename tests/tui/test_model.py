@@ -7,19 +7,16 @@ from collections.abc import Iterable
 
 import pytest
 
-from ling_local.engine.protocol import EngineInfo, Progress
 from ling_local.errors import EngineError
 from ling_local.tui.blocks import Block
 from ling_local.tui.events import (
     Call,
-    Cleared,
     Cut,
     Failed,
     Fold,
     Item,
+    Kept,
     Line,
-    Loaded,
-    Loading,
     Notice,
     Prefilling,
     Question,
@@ -28,16 +25,15 @@ from ling_local.tui.events import (
     Summary,
     ThinkShown,
     Thought,
-    Undone,
 )
-from ling_local.tui.model import NUM_MARKS, ChatState, Phase, StepMark, apply, new_state
+from ling_local.tui.model import NUM_MARKS, ChatState, Phase, StepMark, apply
 from ling_local.types import Channel, Finish, FinishReason, Message, Stats, StatsEvent, TokenEvent, ToolCall
 
 THINKING, ANSWER, TOOL = Channel.THINKING, Channel.ANSWER, Channel.TOOL
 
 
 def after(*events: object, state: ChatState | None = None) -> ChatState:
-    state = state or new_state("1.0", "m")
+    state = state or ChatState()
     for event in events:
         state = apply(state, event)
     return state
@@ -64,15 +60,15 @@ def text(state: ChatState) -> list[str]:
 
 def test_a_turn_from_question_to_summary() -> None:
     state = after(Sent("hi"))
-    assert (state.busy, state.phase) == (True, Phase.WAITING)
-    state = after(Prefilling(12), state=state)
-    assert (state.phase, state.prompt_tokens) == (Phase.PREFILL, 12)
+    assert state.phase is Phase.WAITING
+    state = after(Prefilling(), state=state)
+    assert state.phase is Phase.PREFILL
     state = after(*step(1, (ANSWER, "Hel")), *step(2, (ANSWER, "lo")), state=state)
     assert state.phase is Phase.ANSWERING
     assert state.turn.blocks.tail == "Hello"
     assert text(state) == []
     state = after(finish(2, ids=(1, 2)), state=state)
-    assert (state.busy, state.phase) == (False, Phase.IDLE)
+    assert (state.turn, state.phase) == (None, Phase.IDLE)
     assert text(state) == ["Hello"]
     assert isinstance(state.log[-1], Summary)
     assert state.messages == (Message("user", "hi"), Message("assistant", "Hello", ids=(1, 2)))
@@ -202,7 +198,7 @@ def test_stopping_is_shown_until_the_turn_ends_and_what_came_is_kept() -> None:
 def test_a_turn_without_a_token_is_not_part_of_the_talk() -> None:
     state = after(Sent("q"), finish(0, FinishReason.CANCELLED, ids=()))
     assert state.messages == ()
-    assert not state.busy
+    assert state.turn is None
 
 
 def test_an_error_shows_what_came_and_leaves_the_talk_as_it_was() -> None:
@@ -218,24 +214,14 @@ def test_undo_clear_and_restore() -> None:
     turn = [Sent("q"), *step(1, (ANSWER, "a")), finish(1)]
     state = after(*turn, *turn)
     assert len(state.turns) == 2
-    assert len(after(Undone(), state=state).turns) == 1
-    assert after(Undone(), Undone(), Undone(), state=state).messages == ()
-    assert after(Cleared(), state=state).messages == ()
+    assert after(Kept(state.turns[:-1]), state=state).turns == state.turns[:1]
+    assert after(Kept(()), state=state).messages == ()
     saved = (("q1", Message("assistant", "a1", ids=(1,))), ("q2", Message("assistant", "# a2\n\nb", "why", ids=(2,))))
     state = after(Restored(saved), state=state)
     assert state.messages == (Message("user", "q1"), saved[0][1], Message("user", "q2"), saved[1][1])
     assert list(state.log.after(len(state.log) - 3)) == [
         Question("q2"), Block("# a2\n"), Block("\nb", gap=True),
     ]  # fmt: skip
-
-
-def test_loading_goes_on_beside_the_talk() -> None:
-    info = EngineInfo("big", "bfloat16", "cuda", 4096, 100)
-    state = after(Loading(Progress("weights", 1, 4)), Sent("early"), Loading(Progress("weights", 2, 4)))
-    assert state.loading.done == 2
-    assert state.phase is Phase.WAITING
-    state = after(Loaded(info), state=state)
-    assert (state.loading, state.info, state.model) == (None, info, "big")
 
 
 def test_what_is_not_seen_yet_is_echoed() -> None:
@@ -251,12 +237,12 @@ def test_control_characters_are_visible_on_the_screen_and_kept_in_the_talk() -> 
 
 
 def test_tokens_outside_a_turn_are_ignored() -> None:
-    assert after(TokenEvent("late", (1,)), StatsEvent(Stats(steps=1)), finish(1)) == new_state("1.0", "m")
+    assert after(TokenEvent("late", (1,)), StatsEvent(Stats(steps=1)), finish(1)) == ChatState()
 
 
 def test_an_unknown_event_is_an_error() -> None:
     with pytest.raises(TypeError, match="knows no event"):
-        apply(new_state("1.0", "m"), "what")
+        apply(ChatState(), "what")
 
 
 @pytest.mark.parametrize("channel", list(Channel))
