@@ -14,7 +14,8 @@ from ling_local.errors import LingError, UsageError
 from ling_local.settings import TABLE, Settings
 from ling_local.text.clean import visible
 from ling_local.tui import figures, transcript, view
-from ling_local.tui.clipboard import code_blocks, copy
+from ling_local.tui.blocks import code_blocks
+from ling_local.tui.clipboard import copy
 from ling_local.tui.commands import COMMANDS, KEYS_HELP, Command, Talk, help_text
 from ling_local.tui.events import Kept, Restored, ThinkShown
 from ling_local.tui.model import Turn

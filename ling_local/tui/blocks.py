@@ -276,6 +276,11 @@ def list_start(token: Token) -> int | None:
     return int(token.attrs.get("start", 1)) if token.type == "ordered_list_open" else None
 
 
+def code_blocks(markdown: str) -> list[str]:
+    """What stands in the fences of a text, in lists and quotes as well, each as it was meant: without their indent."""
+    return [token.content for token in _parser().parse(markdown) if token.type == "fence"]
+
+
 @lru_cache(maxsize=1)
 def _parser() -> MarkdownIt:
     """A parser for the blocks only."""

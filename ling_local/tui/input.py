@@ -31,25 +31,15 @@ from ling_local.tui.commands import ALIASES, COMMANDS, block_is_open
 
 Words = Callable[[], Iterable[str]]
 
-_COLOURS = {
+_STYLE = {
     "prompt": "bold ansicyan",
     "bottom-toolbar": "noreverse ansibrightblack",
     "bottom-toolbar.text": "noreverse",
-    "completion-menu": "bg:default default",
-    "completion-menu.completion": "bg:default default",
-    "completion-menu.completion.current": "bold ansicyan noreverse",
-    "completion-menu.meta.completion": "bg:default ansibrightblack",
-    "completion-menu.meta.completion.current": "bg:default ansibrightblack",
-}
-_PLAIN = {
-    "prompt": "bold",
-    "bottom-toolbar": "noreverse",
-    "bottom-toolbar.text": "noreverse",
     "completion-menu": "noinherit",
     "completion-menu.completion": "noinherit",
-    "completion-menu.completion.current": "bold reverse",
-    "completion-menu.meta.completion": "noinherit",
-    "completion-menu.meta.completion.current": "noinherit",
+    "completion-menu.completion.current": "noinherit bold ansicyan reverse",
+    "completion-menu.meta.completion": "noinherit ansibrightblack",
+    "completion-menu.meta.completion.current": "noinherit ansibrightblack",
 }
 
 
@@ -131,7 +121,7 @@ class Prompt:
             reserve_space_for_menu=6,
             bottom_toolbar=lambda: _toolbar(toolbar()),
             key_bindings=_bindings(self._clear),
-            style=Style.from_dict(_COLOURS if colour else _PLAIN),
+            style=Style.from_dict(_STYLE),
             include_default_pygments_style=False,
             color_depth=None if colour else ColorDepth.DEPTH_1_BIT,
             enable_suspend=True,

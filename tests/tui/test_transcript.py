@@ -14,7 +14,8 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 
 from ling_local.errors import LingError, UsageError
 from ling_local.tui import transcript
-from ling_local.tui.clipboard import code_blocks, copy
+from ling_local.tui.blocks import code_blocks
+from ling_local.tui.clipboard import copy
 from ling_local.types import Message, ToolCall
 
 TALK = (
@@ -82,8 +83,10 @@ def test_text_files_are_read_as_the_model_gets_them(tmp_path: Path) -> None:
 
 
 def test_code_blocks_are_found() -> None:
-    text = "a\n```python\nx = 1\n\ny\n```\nb\n~~~\nz\n~~~\n````md\n```\ninner\n```\n````\n```\nopen"
+    text = "a\n```python\nx = 1\n\ny\n```\nb\n~~~\nz\n~~~\n````md\n```\ninner\n```\n````\n"
+    listed = "1. In a list:\n\n   ```\n   if x:\n       y\n   ```\n\n```\nopen"
     assert code_blocks(text) == ["x = 1\n\ny\n", "z\n", "```\ninner\n```\n"]
+    assert code_blocks(listed) == ["if x:\n    y\n", "open"]
     assert code_blocks("no code") == []
 
 
