@@ -22,12 +22,14 @@ from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
+from prompt_toolkit.layout.processors import TabsProcessor, Transformation, TransformationInput
 from prompt_toolkit.output import ColorDepth, Output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
 from ling_local.tui.commands import ALIASES, COMMANDS, block_is_open
+from ling_local.tui.wrap import TAB
 
 Words = Callable[[], Iterable[str]]
 
@@ -57,6 +59,15 @@ class Screen(Vt100_Output):
 def open_screen(stdout: TextIO) -> Output:
     """The terminal behind stdout."""
     return Screen.from_pty(stdout)
+
+
+class Tabs(TabsProcessor):
+    """Tabs as blanks for the eye; a line without any costs nothing, however long it is."""
+
+    def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
+        if "\t" not in transformation_input.document.lines[transformation_input.lineno]:
+            return Transformation(transformation_input.fragments)
+        return super().apply_transformation(transformation_input)
 
 
 class CommandCompleter(Completer):
@@ -121,6 +132,7 @@ class Prompt:
             reserve_space_for_menu=6,
             bottom_toolbar=lambda: _toolbar(toolbar()),
             key_bindings=_bindings(self._clear),
+            input_processors=[Tabs(TAB, " ", " ")],
             style=Style.from_dict(_STYLE),
             include_default_pygments_style=False,
             color_depth=None if colour else ColorDepth.DEPTH_1_BIT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -63,6 +64,16 @@ def test_a_paste_is_one_editable_block(type_in: Type) -> None:
     """C041"""
     lines = "def f():\r\n    x = 1\r    return x"
     assert type_in(f"{PASTE}{lines}{PASTE_END}  # end\r") == "def f():\n    x = 1\n    return x  # end"
+
+
+def test_a_tab_that_is_pasted_stays_one_and_is_shown_as_blanks() -> None:
+    drawn = io.StringIO()
+    output = Vt100_Output(drawn, lambda: Size(24, 80), term="xterm")
+    with create_pipe_input() as source, create_app_session(input=source, output=output):
+        source.send_text(f"{PASTE}if x {{\n\ty();{PASTE_END}\r")
+        assert Prompt(source, output, LineHistory(None), toolbar=lambda: "").read() == "if x {\n\ty();"
+    assert re.search(r" {4}(\x1b\[[0-9;]*m)*y\(\);", drawn.getvalue())
+    assert "^I" not in drawn.getvalue()
 
 
 def test_a_paste_is_no_command_while_it_is_pasted(type_in: Type) -> None:
