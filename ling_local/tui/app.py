@@ -34,7 +34,7 @@ from ling_local.tui.pane import Pane
 from ling_local.tui.pump import Load, Model, ProgressBox, Pump
 from ling_local.tui.terminal import Terminal
 from ling_local.tui.wrap import clip
-from ling_local.types import Event, Message, Request
+from ling_local.types import Message, Request
 
 FRAME_S = 1 / 15
 _DEAF_S = 2.0  # an engine that has not ended an answer by then does not hear; a second Ctrl-C ends the engine
@@ -120,11 +120,9 @@ class App:
 
     # --- what acts use as well
 
-    def put(self, *events: Event | ScreenEvent) -> None:
-        """Take events in, and print what they have finished."""
-        before = self.state
-        for event in events:
-            self.state = apply(self.state, event)
+    def put(self, event: ScreenEvent) -> None:
+        """Take an event in, and print what it has finished."""
+        before, self.state = self.state, apply(self.state, event)
         self.pane.draw(view.finished(before, self.state, self.talk.settings["stats"]))
 
     def say(self, text: str, style: str = "dim") -> None:
@@ -169,9 +167,7 @@ class App:
         """The next prompt opens in the editor with this text; replaces: the last turn goes when it is sent."""
         self._line, self._in_editor, self._replaces = text, True, replaces
 
-    def wait_for(
-        self, is_over: Callable[[], bool], tail: Callable[[int], str], on_interrupt: Callable[[], None]
-    ) -> None:
+    def wait_for(self, is_over: Callable[[], bool], tail: Callable[[], str], on_interrupt: Callable[[], None]) -> None:
         """Show a line of text until something is over."""
         with self.terminal.watching():
             while not is_over():
@@ -189,12 +185,12 @@ class App:
 
         replaces: it takes the last turn's place; again: as that turn's question, so that nothing new goes with it.
         """
+        self._reopen_if_dead()
         taken = self.state.turns[-1:] if replaces or again else ()
         if taken:
             self.undo()
         attached = () if again else self.attached
         content = "\n\n".join([text, *attached])
-        self._reopen_if_dead()
         request = self.host.request(self.talk.settings, (*self.state.messages, Message("user", content)))
         self.keeper.asked(content, self.talk.settings["system"], self.load.model.spec.model, self.state.messages)
         num_turns = len(self.state.turns)
