@@ -2,8 +2,7 @@
 
 `apply(state, event)` takes the pump's events and the screen's own, in the order in which they happen:
 for each turn `Sent [Prefilling] (TokenEvent* StatsEvent)* Finish`, or `Failed` where the generation ends with an
-error. Texts are gathered per step: what a step brought reaches `ChatState.log` with its
-StatsEvent, so that a thought's time and tokens are those of the engine.
+error. Times are the engine's own, from its Stats.
 
 The log only grows. Whoever draws prints `log.after(len(old.log))` for good and the open tail anew each time.
 """
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from ling_local.errors import LingError, ModelError
 from ling_local.text.channels import parse_tool_call
@@ -53,15 +53,6 @@ _CALL_END = "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
-class _FoldDue:
-    """A Fold whose time is known at the end of the step. start_s None: the thought began with the first token."""
-
-    tokens: int
-    start_s: float | None
-    cut: bool
-
-
-@dataclass(frozen=True, slots=True)
 class StepMark:
     """One verify step. time_s: since the step before it, 0 for the first one, whose time is the prefill's."""
 
@@ -86,7 +77,6 @@ class Turn:
     """A question and what came back so far, by channel, in pieces.
 
     blocks     the answer's splitter; `blocks.tail` is the open block
-    ready      items that the step under way has finished
     open_call  pieces of the tool call under way; open_thought those of the thought's last line
     thought_tokens, thought_start_s   the thought under way: its tokens, where it began on the engine's clock (None:
                with the first token); thought_s: what the thoughts before it took
@@ -99,7 +89,6 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     channel: Channel | None = None
     blocks: Blocks = field(default_factory=Blocks)
-    ready: tuple[Item | _FoldDue, ...] = ()
     open_call: Grown[str] = field(default_factory=Grown)
     open_thought: Grown[str] = field(default_factory=Grown)
     thought_tokens: int = 0
@@ -167,92 +156,100 @@ def apply(state: ChatState, event: Event | ScreenEvent) -> ChatState:
     raise TypeError(f"the screen knows no event {event!r}")
 
 
+def _changed(state: ChatState, turn: Turn, *items: Item, **changes: Any) -> ChatState:
+    """The state with the turn under way changed, and items to be printed for good."""
+    return replace(state, turn=replace(turn, **changes), log=state.log.add(*items))
+
+
 def _take_tokens(state: ChatState, event: TokenEvent) -> ChatState:
-    turn = state.turn
-    if turn is None:
+    if state.turn is None:
         return state
-    shown = visible(event.text)
+    if state.phase is not Phase.STOPPING:
+        state = replace(state, phase=Phase.ANSWERING)
     if event.channel is Channel.THINKING:
-        turn = _think(turn, event, shown, state.think_shown)
-    elif event.text:
-        turn = _fold(turn, state.think_shown)
-        turn = _answer(turn, event.text, shown) if event.channel is Channel.ANSWER else _call(turn, event.text)
-    phase = Phase.STOPPING if state.phase is Phase.STOPPING else Phase.ANSWERING
-    return replace(state, turn=turn, phase=phase)
+        return _think(state, event)
+    if not event.text:
+        return state
+    state = _fold(state)
+    return _answer(state, event.text) if event.channel is Channel.ANSWER else _call(state, event.text)
 
 
-def _think(turn: Turn, event: TokenEvent, shown: str, print_it: bool) -> Turn:
+def _think(state: ChatState, event: TokenEvent) -> ChatState:
+    turn = state.turn
     start_s = turn.thought_start_s
     if turn.channel is not Channel.THINKING:
-        turn = _close_block(turn)
+        state = _close_block(state)
+        turn = state.turn
         start_s = turn.stats.wall_s if turn.stats.steps else None
-    ready = turn.ready
+    shown = visible(event.text)
     head, newline, rest = shown.rpartition("\n")
-    if not newline:
-        open_thought = turn.open_thought.add(shown) if shown else turn.open_thought
-    else:
-        open_thought = Grown([rest])
-        if print_it:
-            ready = (*ready, Thought("".join(turn.open_thought) + head))
-    return replace(
+    line = "".join(turn.open_thought) + head if newline and state.think_shown else None
+    return _changed(
+        state,
         turn,
+        *(() if line is None else (Thought(line),)),
         channel=Channel.THINKING,
         thinking=turn.thinking.add(event.text) if event.text else turn.thinking,
         thought_tokens=turn.thought_tokens + len(event.ids),
         thought_start_s=start_s,
-        open_thought=open_thought,
-        ready=ready,
+        open_thought=Grown([rest]) if newline else turn.open_thought.add(shown),
     )
 
 
-def _fold(turn: Turn, print_it: bool, cut: bool = False) -> Turn:
-    """The thought under way, if any, ends here. One of blanks only leaves no trace."""
+def _fold(state: ChatState, cut: bool = False) -> ChatState:
+    """The thought under way, if any, ends with the last step. One of blanks only leaves no trace."""
+    turn = state.turn
     if not turn.thought_tokens and not turn.open_thought:
-        return turn
-    ready, rest = turn.ready, "".join(turn.open_thought)
-    if print_it and rest.strip():
-        ready = (*ready, Thought(rest))
+        return state
+    start_s = turn.stats.ttft_s if turn.thought_start_s is None else turn.thought_start_s
+    time_s = None if start_s is None else max(turn.stats.wall_s - start_s, 0.0)
+    items: list[Item] = []
+    rest = "".join(turn.open_thought)
+    if state.think_shown and rest.strip():
+        items.append(Thought(rest))
     if any(piece.strip() for piece in turn.thinking):
-        ready = (*ready, _FoldDue(turn.thought_tokens, turn.thought_start_s, cut))
-    return replace(turn, thought_tokens=0, thought_start_s=None, open_thought=Grown(), ready=ready)
+        items.append(Fold(turn.thought_tokens, time_s, cut))
+    thought_s = turn.thought_s + (time_s or 0.0)
+    return _changed(
+        state, turn, *items, thought_tokens=0, thought_start_s=None, open_thought=Grown(), thought_s=thought_s
+    )
 
 
-def _answer(turn: Turn, text: str, shown: str) -> Turn:
-    blocks, done = push(turn.blocks, shown)
-    answer = turn.answer.add(text)
-    return replace(turn, channel=Channel.ANSWER, answer=answer, blocks=blocks, ready=(*turn.ready, *done))
+def _answer(state: ChatState, text: str) -> ChatState:
+    turn = state.turn
+    blocks, done = push(turn.blocks, visible(text))
+    return _changed(state, turn, *done, channel=Channel.ANSWER, answer=turn.answer.add(text), blocks=blocks)
 
 
-def _close_block(turn: Turn) -> Turn:
+def _close_block(state: ChatState) -> ChatState:
     """Something else than answer follows: the open block ends here."""
-    done = close(turn.blocks)
-    if not done:
-        return turn
-    return replace(turn, blocks=Blocks(opened=Block("", gap=True)), ready=(*turn.ready, *done))
+    done = close(state.turn.blocks)
+    return _changed(state, state.turn, *done, blocks=Blocks(opened=Block("", gap=True))) if done else state
 
 
-def _call(turn: Turn, text: str) -> Turn:
+def _call(state: ChatState, text: str) -> ChatState:
     """A piece of a tool call, or the end of one and the beginning of the next."""
-    if not turn.open_call:
+    if not state.turn.open_call:
         if not text.strip():
-            return turn  # blanks between calls
-        turn = _close_block(turn)
-    pieces = turn.open_call.add(text)
-    if _CALL_END not in newest_text(pieces, len(text) + len(_CALL_END)):
-        return replace(turn, channel=Channel.TOOL, open_call=pieces)
-    *done, rest = "".join(pieces).split(_CALL_END)
-    for call in done:
-        turn = _called(turn, call)
-    return replace(turn, channel=Channel.TOOL, open_call=Grown([rest] if rest.strip() else ()))
+            return state  # blanks between calls
+        state = _close_block(state)
+    pieces = state.turn.open_call.add(text)
+    if _CALL_END in newest_text(pieces, len(text) + len(_CALL_END)):
+        *done, rest = "".join(pieces).split(_CALL_END)
+        for call in done:
+            state = _called(state, call)
+        pieces = Grown([rest] if rest.strip() else ())
+    return _changed(state, state.turn, channel=Channel.TOOL, open_call=pieces)
 
 
-def _called(turn: Turn, text: str, cut: bool = False) -> Turn:
+def _called(state: ChatState, text: str, cut: bool = False) -> ChatState:
+    turn = state.turn
     try:
         call = parse_tool_call(text)
     except ModelError:
-        return replace(turn, ready=(*turn.ready, Call("", visible(text.strip()), cut)))
-    calls = turn.calls if cut else (*turn.calls, call)
-    return replace(turn, calls=calls, ready=(*turn.ready, Call(visible(call.name), visible(call.arguments), cut)))
+        return _changed(state, turn, Call("", visible(text.strip()), cut))
+    item = Call(visible(call.name), visible(call.arguments), cut)
+    return _changed(state, turn, item, calls=turn.calls if cut else (*turn.calls, call))
 
 
 def _take_stats(state: ChatState, stats: Stats) -> ChatState:
@@ -264,35 +261,17 @@ def _take_stats(state: ChatState, stats: Stats) -> ChatState:
         time_s = stats.wall_s - old.wall_s if old.steps else 0.0
         mark = StepMark(stats.drafted - old.drafted, stats.accepted - old.accepted, stats.tokens - old.tokens, time_s)
         marks = (*marks[1 - NUM_MARKS :], mark)
-    return _log_step(replace(state, turn=replace(turn, stats=stats, marks=marks)))
-
-
-def _log_step(state: ChatState) -> ChatState:
-    """What the step has finished goes to the log."""
-    turn = state.turn
-    if turn is None or not turn.ready:
-        return state
-    items = [_with_time(item, turn.stats) if isinstance(item, _FoldDue) else item for item in turn.ready]
-    thought_s = turn.thought_s + sum(item.time_s or 0.0 for item in items if isinstance(item, Fold))
-    return replace(state, turn=replace(turn, ready=(), thought_s=thought_s), log=state.log.add(*items))
-
-
-def _with_time(due: _FoldDue, stats: Stats) -> Fold:
-    start_s = stats.ttft_s if due.start_s is None else due.start_s
-    time_s = None if start_s is None else max(stats.wall_s - start_s, 0.0)
-    return Fold(due.tokens, time_s, due.cut)
+    return _changed(state, turn, stats=stats, marks=marks)
 
 
 def _close(state: ChatState, cut: bool) -> ChatState:
     """All that was still open is finished, and in the log."""
-    turn = state.turn
-    if turn is None:
+    if state.turn is None:
         return state
-    turn = _fold(turn, state.think_shown, cut)
-    turn = _close_block(turn)
-    if turn.open_call:
-        turn = replace(_called(turn, "".join(turn.open_call), cut=True), open_call=Grown())
-    return _log_step(replace(state, turn=turn))
+    state = _close_block(_fold(state, cut))
+    if state.turn.open_call:
+        state = _called(state, "".join(state.turn.open_call), cut=True)
+    return state
 
 
 def _end(state: ChatState, event: Finish) -> ChatState:

@@ -74,10 +74,10 @@ def test_a_turn_from_question_to_summary() -> None:
     assert state.messages == (Message("user", "hi"), Message("assistant", "Hello", ids=(1, 2)))
 
 
-def test_blocks_reach_the_log_when_their_step_is_complete() -> None:
-    state = after(Sent("hi"), TokenEvent("one\n\ntwo", (1,)))
+def test_blocks_reach_the_log_as_soon_as_they_are_finished() -> None:
+    state = after(Sent("hi"), TokenEvent("one\n", (1,)))
     assert text(state) == []
-    assert text(after(StatsEvent(Stats(tokens=1, steps=1)), state=state)) == ["one\n\n"]
+    assert text(after(TokenEvent("\ntwo", (2,)), state=state)) == ["one\n\n"]
 
 
 def test_applying_changes_no_older_state() -> None:
@@ -96,7 +96,7 @@ def test_thinking_is_folded_with_the_engines_time_and_tokens() -> None:
         *step(2, (THINKING, " more")),
         *step(3, (THINKING, ""), (ANSWER, "yes")),
     )
-    assert logged(state) == [Fold(3, pytest.approx(0.02))]
+    assert logged(state) == [Fold(3, pytest.approx(0.01))]  # from its first step to its last whole one
     assert state.turn.message.reasoning == "let me\nsee more"
 
 
@@ -115,7 +115,7 @@ def test_a_second_thought_has_its_own_time() -> None:
         *step(6, (ANSWER, "e")),
         finish(6),
     )
-    assert [(fold.tokens, round(fold.time_s, 3)) for fold in logged(state, Fold)] == [(1, 0.01), (2, 0.04)]
+    assert [(fold.tokens, round(fold.time_s, 3)) for fold in logged(state, Fold)] == [(1, 0), (2, 0.02)]
     kinds = [type(item) for item in state.log]
     assert kinds == [Fold, Block, Fold, Block, Summary]
     assert logged(state, Block)[1].gap
@@ -125,7 +125,7 @@ def test_thoughts_in_full_come_line_by_line() -> None:
     state = after(ThinkShown(True), Sent("q"), *step(1, (THINKING, "one\ntw")), *step(2, (THINKING, "o\nthree")))
     assert logged(state) == [Thought("one"), Thought("two")]
     state = after(*step(3, (ANSWER, "so")), state=state)
-    assert logged(state)[2:] == [Thought("three"), Fold(2, pytest.approx(0.02))]
+    assert logged(state)[2:] == [Thought("three"), Fold(2, pytest.approx(0.01))]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.CANCELLED])
