@@ -188,7 +188,7 @@ class Terminal:
         return self.size
 
     def draw(self, above: list, tail: str | None) -> None:
-        self.pane.draw([Text(line) for line in above], [] if tail is None else [Text(tail)])
+        self.pane.draw([Text(line) for line in above], [Text(line) for line in tail.split("\n")] if tail else [])
         self.stream.feed(self.file.getvalue())
         self.file.seek(0)
         self.file.truncate()
