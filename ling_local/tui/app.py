@@ -24,7 +24,7 @@ from ling_local.settings import Settings
 from ling_local.text.clean import check_text, visible
 from ling_local.tui import view
 from ling_local.tui.commands import Talk, read_line
-from ling_local.tui.events import Cut, Failed, Kept, Notice, Restored, ScreenEvent, Sent
+from ling_local.tui.events import Cut, Failed, Kept, Line, Restored, ScreenEvent, Sent
 from ling_local.tui.figures import turn_count
 from ling_local.tui.history import LineHistory
 from ling_local.tui.input import Prompt
@@ -127,7 +127,7 @@ class App:
 
     def say(self, text: str, style: str = "dim") -> None:
         """A line, or lines, of ours."""
-        self.put(Notice(text, style))
+        self.put(Line(text, style))
 
     def open(self, settings: Settings) -> None:
         """Start to load the model of settings. The one before must be closed. ModelError, UsageError."""
@@ -278,8 +278,8 @@ class App:
     def _tail(self, waited_s: float) -> list[Text]:
         columns, rows = self.pane.resize()
         typed = visible(self.terminal.typed)
-        colour, load = self.host.colour, self.box.progress
-        lines = view.live_lines(self.state, columns, rows - 1 if typed else rows, colour, waited_s, load)
+        load = "" if self.load.is_over else view.loading(self.box.progress)
+        lines = view.live_lines(self.state, columns, rows - 1 if typed else rows, self.host.colour, waited_s, load)
         if typed:
             lines.append(Text("› " + clip(" ".join(typed.split("\n")), columns - 2), "dim"))
         return lines

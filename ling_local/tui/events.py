@@ -24,11 +24,6 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilling:
-    """The model is there, and the engine reads the prompt."""
-
-
-@dataclass(frozen=True, slots=True)
 class Cut:
     """The person stopped the answer; its Finish (or Failed) is still to come."""
 
@@ -38,14 +33,6 @@ class Failed:
     """The generation, or something between turns, ended with this error."""
 
     error: LingError
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """A line, or lines, of ours for the person. style is "dim", "warning", "error" or ""."""
-
-    text: str
-    style: str = "dim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +56,19 @@ class Restored:
     turns: tuple[tuple[str, Message], ...]
 
 
-ScreenEvent = Sent | Prefilling | Cut | Failed | Notice | ThinkShown | Kept | Restored
+# --- what is both: it is printed as it comes
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line, or lines, of ours for the person. style is "dim", "warning", "error" or ""; hint: the next step."""
+
+    text: str
+    style: str = "dim"
+    hint: str = ""
+
+
+ScreenEvent = Sent | Cut | Failed | ThinkShown | Kept | Restored | Line
 
 
 # --- what is printed for good
@@ -77,7 +76,7 @@ ScreenEvent = Sent | Prefilling | Cut | Failed | Notice | ThinkShown | Kept | Re
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the person asked. gap: a blank line comes before it."""
+    """What the person asked, where it does not stand on the screen yet."""
 
     text: str
 
@@ -114,15 +113,6 @@ class Summary:
     stats: Stats
     reason: FinishReason
     answered: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of ours, as in Notice. hint: the next step after an error."""
-
-    text: str
-    style: str = "dim"
-    hint: str = ""
 
 
 Item = Question | Fold | Thought | Block | Call | Summary | Line

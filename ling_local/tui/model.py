@@ -1,7 +1,7 @@
 """What the chat screen knows: turns, figures, and the log of what is to be printed for good. Events only.
 
 `apply(state, event)` takes the pump's events and the screen's own, in the order in which they happen:
-for each turn `Sent [Prefilling] (TokenEvent* StatsEvent)* Finish`, or `Failed` where the generation ends with an
+for each turn `Sent (TokenEvent* StatsEvent)* Finish`, or `Failed` where the generation ends with an
 error. Times are the engine's own, from its Stats.
 
 The log only grows. Whoever draws prints `log.after(len(old.log))` for good and the open tail anew each time.
@@ -10,7 +10,6 @@ The log only grows. Whoever draws prints `log.after(len(old.log))` for good and 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any
 
 from ling_local.errors import LingError, ModelError
@@ -25,8 +24,6 @@ from ling_local.tui.events import (
     Item,
     Kept,
     Line,
-    Notice,
-    Prefilling,
     Question,
     Restored,
     ScreenEvent,
@@ -62,16 +59,6 @@ class StepMark:
     time_s: float = 0.0
 
 
-class Phase(StrEnum):
-    """What the screen waits for."""
-
-    IDLE = "idle"
-    WAITING = "waiting"  # sent, and the engine has not begun: it loads
-    PREFILL = "prefill"
-    ANSWERING = "answering"  # tokens come; Turn.channel says what they are
-    STOPPING = "stopping"  # the person wants no more of them
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A question and what came back so far, by channel, in pieces.
@@ -80,6 +67,7 @@ class Turn:
     open_call  pieces of the tool call under way; open_thought those of the thought's last line
     thought_tokens, thought_start_s   the thought under way: its tokens, where it began on the engine's clock (None:
                with the first token); thought_s: what the thoughts before it took
+    stopping   the person wants no more of it
     ids        what the engine made, from Finish
     """
 
@@ -88,6 +76,7 @@ class Turn:
     thinking: Grown[str] = field(default_factory=Grown)
     calls: tuple[ToolCall, ...] = ()
     channel: Channel | None = None
+    stopping: bool = False
     blocks: Blocks = field(default_factory=Blocks)
     open_call: Grown[str] = field(default_factory=Grown)
     open_thought: Grown[str] = field(default_factory=Grown)
@@ -115,7 +104,6 @@ class ChatState:
     log      what has been finished since the start, to be printed for good, in order
     """
 
-    phase: Phase = Phase.IDLE
     think_shown: bool = False
     turns: tuple[Turn, ...] = ()
     turn: Turn | None = None
@@ -140,13 +128,11 @@ def apply(state: ChatState, event: Event | ScreenEvent) -> ChatState:
             return _fail(state, event.error)
         case Sent():
             log = state.log.add(Question(event.text)) if event.echo else state.log
-            return replace(state, turn=Turn(event.text), phase=Phase.WAITING, log=log)
-        case Prefilling():
-            return replace(state, phase=Phase.PREFILL) if state.phase is Phase.WAITING else state
+            return replace(state, turn=Turn(event.text), log=log)
         case Cut():
-            return replace(state, phase=Phase.STOPPING) if state.turn else state
-        case Notice():
-            return replace(state, log=state.log.add(Line(event.text, event.style)))
+            return _changed(state, state.turn, stopping=True) if state.turn else state
+        case Line():
+            return replace(state, log=state.log.add(event))
         case ThinkShown():
             return replace(state, think_shown=event.shown)
         case Kept():
@@ -164,8 +150,6 @@ def _changed(state: ChatState, turn: Turn, *items: Item, **changes: Any) -> Chat
 def _take_tokens(state: ChatState, event: TokenEvent) -> ChatState:
     if state.turn is None:
         return state
-    if state.phase is not Phase.STOPPING:
-        state = replace(state, phase=Phase.ANSWERING)
     if event.channel is Channel.THINKING:
         return _think(state, event)
     if not event.text:
@@ -282,14 +266,14 @@ def _end(state: ChatState, event: Finish) -> ChatState:
     answered = bool(turn.calls) or any(piece.strip() for piece in turn.answer)
     turns = (*state.turns, turn) if event.ids else state.turns  # nothing came: nothing to go on from
     log = state.log.add(Summary(event.stats, event.reason, answered))
-    return replace(state, turn=None, turns=turns, phase=Phase.IDLE, log=log)
+    return replace(state, turn=None, turns=turns, log=log)
 
 
 def _fail(state: ChatState, error: LingError) -> ChatState:
     """What came is printed, and not part of the talk."""
     state = _close(state, cut=True)
     log = state.log.add(Line(error.message, "error", error.hint))
-    return replace(state, turn=None, phase=Phase.IDLE, log=log)
+    return replace(state, turn=None, log=log)
 
 
 def _restore(state: ChatState, event: Restored) -> ChatState:

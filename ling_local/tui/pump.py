@@ -12,7 +12,7 @@ from ling_local.engine.protocol import Engine, EngineInfo, EngineSpec, Progress
 from ling_local.errors import LingError
 from ling_local.generate import CancelToken, TextModel, generate
 from ling_local.settings import Settings
-from ling_local.tui.events import Failed, Prefilling, ScreenEvent
+from ling_local.tui.events import Failed, ScreenEvent
 from ling_local.types import Event, Request
 
 T = TypeVar("T")
@@ -124,7 +124,6 @@ class Pump:
     def _run(self) -> None:
         try:
             text_model = self._load.result()
-            self._events.put(Prefilling())
             for event in generate(self._load.model.engine, text_model, self._request, self._cancel):
                 self._events.put(event)
         except LingError as error:

@@ -22,7 +22,7 @@ from ling_local.tui.events import Call, Fold, Item, Line, Question, Summary, Tho
 from ling_local.tui.figures import SEPARATOR, Part
 from ling_local.tui.grown import newest_text
 from ling_local.tui.markdown import Rendered, open_lines
-from ling_local.tui.model import ChatState, Phase, StepMark, Turn
+from ling_local.tui.model import ChatState, StepMark, Turn
 from ling_local.tui.wrap import clip, fold, wrap
 from ling_local.types import Channel
 
@@ -102,22 +102,23 @@ def live_lines(
     height: int,
     colour: bool = True,
     waited_s: float | None = None,
-    load: Progress | None = None,
+    load: str = "",
 ) -> list[Text]:
     """What stands under the printed text while a turn runs: the open tail and the figures. [] between turns.
 
-    Fewer lines than height and none wider than width; the work does not grow with the answer. waited_s: since the
-    question was sent, by the drawer's clock; load: how far the model is that it waits for. Both are shown until the
-    first token comes.
+    Fewer lines than height and none wider than width; the work does not grow with the answer. Until the first token
+    comes, waited_s (since the question was sent, by the drawer's clock) and load (how far the model is that it waits
+    for, "" once it is there) are shown.
     """
     turn = state.turn
     if turn is None:
         return []
     room = max(height - 1, 1)
     if turn.stats.steps:
-        foot = _figures(state, turn, width, colour)[-room:]
+        foot = _figures(turn, width, colour)[-room:]
     else:
-        foot = [Text(clip(_waiting(state, waited_s, load), width), "dim")]
+        what = "stopping" if turn.stopping else load or "reading the prompt"
+        foot = [Text(clip(what if waited_s is None else f"{what} · {waited_s:.1f} s", width), "dim")]
     body = _body(state, turn, width, room - len(foot))
     return [*body[len(body) - max(room - len(foot), 0) :], *foot] if body else foot
 
@@ -175,9 +176,9 @@ def wrap_after(text: Text, first: str, width: int) -> list[Text]:
     return [Text.assemble((blank if index else first, "dim"), line) for index, line in enumerate(lines)]
 
 
-def _figures(state: ChatState, turn: Turn, width: int, colour: bool) -> list[Text]:
+def _figures(turn: Turn, width: int, colour: bool) -> list[Text]:
     speed = figures.fit(figures.speed_parts(turn, width < _NARROW), width)
-    if state.phase is Phase.STOPPING:
+    if turn.stopping:
         speed = figures.fit([Part("stopping", 10, "yellow"), *speed], width)
     first = _joined(speed)
     room = min(width - first.cell_len - 1, MAX_STRIP)
@@ -196,16 +197,6 @@ def _joined(parts: Sequence[Part]) -> Text:
         text.append(SEPARATOR if index else "", "dim")
         text.append(part.text, part.style)
     return text
-
-
-def _waiting(state: ChatState, waited_s: float | None, load: Progress | None) -> str:
-    if state.phase is Phase.STOPPING:
-        what = "stopping"
-    elif state.phase is Phase.WAITING:
-        what = loading(load) if load else "waiting for the model"
-    else:
-        what = "reading the prompt"
-    return f"{what} · {waited_s:.1f} s" if waited_s is not None else what
 
 
 def _body(state: ChatState, turn: Turn, width: int, room: int) -> list[Text]:

@@ -21,7 +21,7 @@ from ling_local.engine.remote import RemoteEngine
 from ling_local.errors import NonFinite
 from ling_local.generate import CancelToken, TextModel, generate
 from ling_local.settings import resolve
-from ling_local.tui.events import Failed, Prefilling
+from ling_local.tui.events import Failed
 from ling_local.tui.pane import Pane
 from ling_local.tui.pump import Load, Model, Pump
 from ling_local.types import Channel, Finish, FinishReason, Message, Request, Stats, StatsEvent, TokenEvent
@@ -115,7 +115,6 @@ def test_events_come_in_order_and_the_end_wakes(write_script: Write) -> None:
     load = loaded(write_script(["a", "b", "c"]))
     woken = threading.Event()
     events = drain(Pump(load, Request((QUESTION,), thinking=False), woken.set))
-    assert isinstance(events[0], Prefilling)
     assert isinstance(events[-1], Finish)
     assert "".join(e.text for e in events if isinstance(e, TokenEvent)) == "abc"
     assert woken.is_set()

@@ -17,8 +17,6 @@ from ling_local.tui.events import (
     Item,
     Kept,
     Line,
-    Notice,
-    Prefilling,
     Question,
     Restored,
     Sent,
@@ -26,7 +24,7 @@ from ling_local.tui.events import (
     ThinkShown,
     Thought,
 )
-from ling_local.tui.model import NUM_MARKS, ChatState, Phase, StepMark, apply
+from ling_local.tui.model import NUM_MARKS, ChatState, StepMark, apply
 from ling_local.types import Channel, Finish, FinishReason, Message, Stats, StatsEvent, TokenEvent, ToolCall
 
 THINKING, ANSWER, TOOL = Channel.THINKING, Channel.ANSWER, Channel.TOOL
@@ -60,15 +58,12 @@ def text(state: ChatState) -> list[str]:
 
 def test_a_turn_from_question_to_summary() -> None:
     state = after(Sent("hi"))
-    assert state.phase is Phase.WAITING
-    state = after(Prefilling(), state=state)
-    assert state.phase is Phase.PREFILL
+    assert state.turn is not None
     state = after(*step(1, (ANSWER, "Hel")), *step(2, (ANSWER, "lo")), state=state)
-    assert state.phase is Phase.ANSWERING
     assert state.turn.blocks.tail == "Hello"
     assert text(state) == []
     state = after(finish(2, ids=(1, 2)), state=state)
-    assert (state.turn, state.phase) == (None, Phase.IDLE)
+    assert state.turn is None
     assert text(state) == ["Hello"]
     assert isinstance(state.log[-1], Summary)
     assert state.messages == (Message("user", "hi"), Message("assistant", "Hello", ids=(1, 2)))
@@ -186,13 +181,13 @@ def test_a_last_step_without_tokens_makes_no_mark() -> None:
 
 def test_stopping_is_shown_until_the_turn_ends_and_what_came_is_kept() -> None:
     state = after(Sent("q"), *step(1, (ANSWER, "par")), Cut())
-    assert state.phase is Phase.STOPPING
+    assert state.turn.stopping
     state = after(*step(2, (ANSWER, "tial")), state=state)
-    assert state.phase is Phase.STOPPING
+    assert state.turn.stopping
     state = after(finish(2, FinishReason.CANCELLED), state=state)
     assert text(state) == ["partial"]
     assert state.messages[1].content == "partial"
-    assert after(Cut(), state=state).phase is Phase.IDLE
+    assert after(Cut(), state=state) == state
 
 
 def test_a_turn_without_a_token_is_not_part_of_the_talk() -> None:
@@ -207,7 +202,7 @@ def test_an_error_shows_what_came_and_leaves_the_talk_as_it_was() -> None:
     assert text(state) == ["a", "half"]
     assert state.log[-1] == Line("it broke", "error", "Try again.")
     assert len(state.turns) == 1
-    assert state.phase is Phase.IDLE
+    assert state.turn is None
 
 
 def test_undo_clear_and_restore() -> None:
@@ -227,7 +222,7 @@ def test_undo_clear_and_restore() -> None:
 def test_what_is_not_seen_yet_is_echoed() -> None:
     assert logged(after(Sent("typed"))) == []
     assert logged(after(Sent("waited", echo=True))) == [Question("waited")]
-    assert logged(after(Notice("hello", "warning"))) == [Line("hello", "warning")]
+    assert logged(after(Line("hello", "warning"))) == [Line("hello", "warning")]
 
 
 def test_control_characters_are_visible_on_the_screen_and_kept_in_the_talk() -> None:

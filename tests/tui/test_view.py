@@ -12,7 +12,7 @@ from rich.console import Console
 from ling_local.engine.protocol import EngineInfo, Progress
 from ling_local.errors import EngineError
 from ling_local.tui import view
-from ling_local.tui.events import Cut, Failed, Notice, Prefilling, Sent, ThinkShown
+from ling_local.tui.events import Cut, Failed, Line, Sent, ThinkShown
 from ling_local.tui.figures import Part, count, duration, fit, line_width, millis, now, rate
 from ling_local.tui.model import ChatState, StepMark, apply
 from ling_local.types import Channel, Finish, FinishReason, Stats, StatsEvent, TokenEvent
@@ -66,7 +66,6 @@ LONG = ["Some **words** of prose, `code` and 中文 ", "and more.\n\n- item\n- "
 LONG += [f"x{number} = {number}  # {'long ' * 20}\n" for number in range(30)]
 STATES = {
     "waiting": play(Sent("q")),
-    "prefill": play(Sent("q"), Prefilling()),
     "first": play(Sent("q"), *steps(["Hi"])),
     "thinking": play(Sent("q"), *steps(["so the list 中文 " * 9] * 9, THINKING)),
     "thinking shown": play(ThinkShown(True), Sent("q"), *steps(["so the list " * 30] * 9, THINKING)),
@@ -147,8 +146,7 @@ def test_the_strip_shows_accepted_against_drafted() -> None:
 @pytest.mark.parametrize(
     ("name", "first"),
     [
-        ("waiting", "waiting for the model · 1.2 s"),
-        ("prefill", "reading the prompt · 1.2 s"),
+        ("waiting", "reading the prompt · 1.2 s"),
         ("stopping", "Some words of prose, code and 中文 and more."),
         ("thinking", "▸ thinking 64 ms, 18 tokens  (/think show)"),
         ("tool", "▸ calling a tool"),
@@ -161,8 +159,7 @@ def test_what_is_waited_for_is_said(name: str, first: str) -> None:
     else:
         assert drawn[0] == first
         if name == "waiting":
-            half = Progress("loading weights", 5, 10)
-            assert lines(STATES[name], waited_s=1.23, load=half) == ["loading weights 50 % · 1.2 s"]
+            assert lines(STATES[name], waited_s=1.23, load="loading 50 %") == ["loading 50 % · 1.2 s"]
 
 
 def test_a_folded_thought_shows_its_newest_words_only() -> None:
@@ -251,7 +248,7 @@ def test_texts_are_literal_everywhere(width: int) -> None:
         *steps([nasty], THINKING),
         *steps([f"<tool_call>{nasty}</tool_call>"], TOOL, first=2),
         Failed(EngineError(nasty, nasty)),
-        Notice(nasty),
+        Line(nasty),
         ThinkShown(True),
         Sent("q"),
         *steps([nasty], THINKING),
@@ -291,7 +288,7 @@ def test_colours_only_where_they_are_wanted() -> None:
 
 
 def test_errors_and_notices() -> None:
-    state = play(Failed(EngineError("out of memory", "try: --ctx 8192")), Notice("saved"))
+    state = play(Failed(EngineError("out of memory", "try: --ctx 8192")), Line("saved"))
     assert shown([view.show(item) for item in state.log]) == "ling: out of memory\ntry: --ctx 8192\nsaved\n"
 
 
