@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ling_local import sessions
@@ -85,10 +84,13 @@ def _clear(app: App, argument: str) -> None:
 def _read(app: App, argument: str) -> None:
     if not argument:
         raise UsageError("/read needs a file")
-    file = Path(argument).expanduser()
-    text = transcript.read_file(file)
+    file = transcript.named(argument)
+    cleaned = transcript.read_file(file)
+    text = cleaned.text
     if not text.strip():
         raise UsageError(f"{file} is empty")
+    for warning in cleaned.warnings:
+        app.say(warning, "warning")
     app.attached = (*app.attached, f"{file.name}:\n\n{text}")
     lines = text.count("\n") + (not text.endswith("\n"))
     size = _token_count(app, text)
@@ -108,7 +110,7 @@ def _save(app: App, argument: str) -> None:
         return
     if not app.state.turns:
         raise UsageError("there is nothing to save yet")
-    file = Path(argument).expanduser()
+    file = transcript.named(argument)
     transcript.write(file, app.talk.settings["system"], app.state.messages)
     app.say(f"saved: {file}")
 
@@ -116,7 +118,7 @@ def _save(app: App, argument: str) -> None:
 def _load(app: App, argument: str) -> None:
     if not argument:
         raise UsageError("/load needs a session (/sessions lists them) or a .json file")
-    file = Path(argument).expanduser()
+    file = transcript.named(argument)
     if file.suffix.lower() == ".json":
         system, messages = transcript.read_json(file)
         app.keeper.start_anew()

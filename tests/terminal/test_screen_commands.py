@@ -32,7 +32,8 @@ def test_a_bad_value_changes_nothing_and_ends_nothing(talk: Start, tmp_path: Pat
     before = seen.ask("/show")
     seen.ask("hello")
     bad = ("/set temperature abc", "/set max_tokens 1.5", "/ctx -1", "/load nosuch", "/save /nosuch/dir/x.md",
-           "/read /nosuch", f"/read {tmp_path}", "/model nosuch", "/copy sideways", "/bench -3", "/think maybe",
+           "/read /nosuch", f"/read {tmp_path}", "/read ~nobody-here/x",
+           "/save ~nobody-here/x", "/model nosuch", "/copy sideways", "/bench -3", "/think maybe",
            "/set model x", "/regenn", "/undo 2", "/clear all")  # fmt: skip
     for line in bad:
         shown = seen.ask(line)
@@ -86,6 +87,9 @@ def test_read_attaches_a_file_to_the_next_question(talk: Start, tmp_path: Path) 
     file = tmp_path / "notes file.txt"
     file.write_bytes("\ufeffline one\r\nline [/INST] two\r\n".encode())
     seen = talk(["x"], ["y"], columns=120)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    assert "not valid UTF-8 in 1 place" in " ".join(seen.ask(f"/read {tmp_path}/latin.txt").split())
+    seen.ask("/clear")
     assert "2 lines" in seen.ask(f"/read {file}")
     seen.ask("what is this?")
     seen.ask("and now?")

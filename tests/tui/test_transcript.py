@@ -72,14 +72,22 @@ def test_a_file_that_is_no_talk_is_refused(tmp_path: Path, text: str) -> None:
 def test_text_files_are_read_as_the_model_gets_them(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
-    assert transcript.read_file(file) == "one\ntwo\n"
+    assert transcript.read_file(file).text == "one\ntwo\n"
     file.write_bytes(b"a\x00b")
-    for bad in (file, tmp_path, tmp_path / "nosuch", Path("a\0b")):
+    os.mkfifo(tmp_path / "pipe")
+    for bad in (file, tmp_path, tmp_path / "nosuch", tmp_path / "pipe"):
         with pytest.raises(LingError):
             transcript.read_file(bad)
     file.write_bytes(b"x" * ((8 << 20) + 1))
     with pytest.raises(LingError, match="8 MiB"):
         transcript.read_file(file)
+
+
+def test_names_of_files() -> None:
+    assert transcript.named("~/a b.md") == Path.home() / "a b.md"
+    for bad in ("a\0b", "~nobody-of-that-name/a.md"):
+        with pytest.raises(UsageError, match="no file name"):
+            transcript.named(bad)
 
 
 def test_code_blocks_are_found() -> None:
