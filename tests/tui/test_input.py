@@ -91,7 +91,7 @@ def test_a_huge_paste_takes_less_than_two_seconds(size: int) -> None:
         begun, cpu = time.monotonic(), time.process_time()
         assert prompt.read() == "x" * size + "y"
         spent = min(time.monotonic() - begun, 2 * (time.process_time() - cpu))
-    assert spent < max(2, 100 * _two_million_turns())  # two seconds, and more where Python itself is slow or busy
+    assert spent < max(2, 150 * _two_million_turns())  # two seconds, and more where Python itself is slow or busy
 
 
 def _two_million_turns() -> float:
