@@ -78,7 +78,7 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("width", [1, 5, *WIDTHS])
+@pytest.mark.parametrize("width", [1, 2, 5, *WIDTHS])
 @pytest.mark.parametrize("height", [1, 2, 3, 5, 12, 24])
 @pytest.mark.parametrize("name", STATES)
 def test_live_lines_are_fewer_than_the_screen_has_and_fit(name: str, width: int, height: int) -> None:
