@@ -207,15 +207,15 @@ def _taken(talk: Settings, opened: Settings) -> Settings:
     return talk
 
 
-def _wait_loaded(app: App, on_interrupt: Callable[[], None]) -> None:
-    """Show how the load goes until it is over. Raises what it failed with."""
+def _wait_loaded(app: App, on_interrupt: Callable[[], None]) -> TextModel:
+    """Show how the load goes until it is over; its text side. Raises what it failed with."""
     load = app.load
 
     def tail() -> str:
         return f"{load.model.name}: {view.loading(app.box.progress)}"
 
     app.wait_for(lambda: load.is_over, tail, on_interrupt)
-    load.result()
+    return load.result()
 
 
 def _loaded(app: App) -> TextModel:
@@ -224,9 +224,8 @@ def _loaded(app: App) -> TextModel:
     def give_up() -> None:
         raise UsageError("the model is still loading")
 
-    _wait_loaded(app, give_up)
-    app.check_load()
-    return app.load.result()
+    app.reopen_if_dead()
+    return _wait_loaded(app, give_up)
 
 
 class _Stopped(Exception):
@@ -277,9 +276,7 @@ def _tokens(app: App, argument: str) -> None:
         num = len(text_model.tokens.encode(argument))
         app.say(f"{num} tokens, {len(argument)} characters", "")
         return
-    messages = app.state.messages or (Message("user", ""),)
-    if messages[-1].role == "assistant":
-        messages = (*messages, Message("user", ""))
+    messages = (*app.state.messages, Message("user", ""))
     num = len(text_model.encode(app.host.request(app.talk.settings, messages)))
     limit = app.load.model.engine.info.context_limit
     waiting = sum(len(text_model.tokens.encode(text)) for text in app.attached)
@@ -289,11 +286,11 @@ def _tokens(app: App, argument: str) -> None:
 
 
 def _stats(app: App, argument: str) -> None:
-    _last_turn(app, "there is no answer yet")
-    turns = app.state.turns
-    rows = [_turn_figures(number, turn.stats) for number, turn in enumerate(turns, 1) if turn.stats.tokens]
-    tokens = sum(turn.stats.tokens for turn in turns)
-    steps = sum(turn.stats.steps for turn in turns)
+    turns = [(number, turn.stats) for number, turn in enumerate(app.state.turns, 1) if turn.stats.tokens]
+    if not turns:
+        raise UsageError("there is no answer yet" if not app.state.turns else "these answers are from an earlier chat")
+    rows = [_turn_figures(number, stats) for number, stats in turns]
+    tokens, steps = sum(stats.tokens for _, stats in turns), sum(stats.steps for _, stats in turns)
     total = f"{tokens} tokens in {figures.turn_count(len(turns))}"
     if steps:
         total += f", {steps} steps, accept {tokens / steps:.2f}"

@@ -136,6 +136,13 @@ class App:
         self.box, self._dead = box, False
         self.load = Load(model, self._refresh)
 
+    def reopen_if_dead(self) -> None:
+        """After the engine's death the next question starts a new one; the talk is all here."""
+        if self._dead:
+            self.load.model.engine.close()
+            self.say("the engine is started again")
+            self.open(self.load.model.settings)
+
     def check_load(self) -> None:
         """Raise what the load failed with, if it has."""
         if self.load.error is not None:
@@ -185,7 +192,7 @@ class App:
 
         replaces: it takes the last turn's place; again: as that turn's question, so that nothing new goes with it.
         """
-        self._reopen_if_dead()
+        self.reopen_if_dead()
         taken = self.state.turns[-1:] if replaces or again else ()
         if taken:
             self.undo()
@@ -246,6 +253,7 @@ class App:
         except LingError as error:
             if error is self.load.error:
                 raise
+            self._dead = self._dead or isinstance(error, EngineDied)
             self.put(Failed(error))
         return True
 
@@ -309,13 +317,6 @@ class App:
         """From the loader's thread: draw how far it is, or take in that it has ended."""
         self.prompt.refresh()
         self.terminal.wake()
-
-    def _reopen_if_dead(self) -> None:
-        """After the engine's death the next question starts a new one; the talk is all here."""
-        if self._dead:
-            self.load.model.engine.close()
-            self.say("the engine is started again")
-            self.open(self.load.model.settings)
 
     def _tell_problems(self) -> None:
         for source in (self.keeper, self.history):
