@@ -33,6 +33,7 @@ from ling_local.tui.wrap import TAB
 
 Words = Callable[[], Iterable[str]]
 
+_MENU_ROWS = 6
 _STYLE = {
     "prompt": "bold ansicyan",
     "bottom-toolbar": "noreverse ansibrightblack",
@@ -129,7 +130,6 @@ class Prompt:
             completer=CommandCompleter(words),
             complete_while_typing=Condition(_types_a_command),
             complete_style=CompleteStyle.COLUMN,
-            reserve_space_for_menu=6,
             bottom_toolbar=lambda: _toolbar(toolbar()),
             key_bindings=_bindings(self._clear),
             input_processors=[Tabs(TAB, " ", " ")],
@@ -153,6 +153,8 @@ class Prompt:
                 get_app().current_buffer.open_in_editor()
 
         self.was_cleared = False
+        rows = self._session.output.get_size().rows
+        self._session.reserve_space_for_menu = max(min(_MENU_ROWS, rows - 2), 0)  # a low window has to show the line
         return self._session.prompt(default=default, pre_run=begin)
 
     def refresh(self) -> None:

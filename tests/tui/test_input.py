@@ -66,6 +66,25 @@ def test_a_paste_is_one_editable_block(type_in: Type) -> None:
     assert type_in(f"{PASTE}{lines}{PASTE_END}  # end\r") == "def f():\n    x = 1\n    return x  # end"
 
 
+def test_a_low_window_shows_what_is_typed() -> None:
+    drawn = io.StringIO()
+    output = Vt100_Output(drawn, lambda: Size(4, 40), term="xterm")
+    with create_pipe_input() as source, create_app_session(input=source, output=output):
+
+        def type_slowly() -> None:
+            source.send_text("/se")
+            end = time.monotonic() + 10
+            while not re.search("/s|too small", drawn.getvalue()) and time.monotonic() < end:
+                time.sleep(0.02)
+            source.send_text("\r")
+
+        typist = threading.Thread(target=type_slowly)
+        typist.start()
+        assert Prompt(source, output, LineHistory(None), toolbar=lambda: "below").read() == "/se"
+        typist.join()
+    assert "too small" not in drawn.getvalue()
+
+
 def test_a_tab_that_is_pasted_stays_one_and_is_shown_as_blanks() -> None:
     drawn = io.StringIO()
     output = Vt100_Output(drawn, lambda: Size(24, 80), term="xterm")
