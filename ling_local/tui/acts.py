@@ -212,7 +212,7 @@ def _wait_loaded(app: App, on_interrupt: Callable[[], None]) -> TextModel:
     load = app.load
 
     def tail() -> str:
-        return f"{load.model.name}: {view.loading(app.box.progress)}"
+        return f"{load.model.name}: {view.loading(app.progress)}"
 
     app.wait_for(lambda: load.is_over, tail, on_interrupt)
     return load.result()

@@ -8,6 +8,7 @@ and draws the newest state, so the engine never waits for the terminal.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from rich.console import Console, NewLine
 from rich.text import Text
 
 from ling_local import sessions
-from ling_local.engine.protocol import ProgressFn
+from ling_local.engine.protocol import Progress, ProgressFn
 from ling_local.errors import EngineDied, LingError
 from ling_local.settings import Settings
 from ling_local.text.clean import check_text, visible
@@ -31,7 +32,7 @@ from ling_local.tui.input import Prompt
 from ling_local.tui.keeper import Keeper
 from ling_local.tui.model import ChatState, apply
 from ling_local.tui.pane import Pane
-from ling_local.tui.pump import Load, Model, ProgressBox, Pump
+from ling_local.tui.pump import Load, Model, Pump
 from ling_local.tui.terminal import Terminal
 from ling_local.tui.wrap import clip
 from ling_local.types import Message, Request
@@ -77,7 +78,8 @@ class App:
         self.state = ChatState(think_shown=host.settings["show_thinking"])
         self.attached: tuple[str, ...] = ()  # files that go with the next question
         self.load: Load
-        self.box: ProgressBox
+        self.progress: Progress | None = None  # of the load
+        self._sentences: deque[Line] = deque()  # that it said, and that are not printed yet
         self._line: str = ""  # stands in the next prompt to begin with
         self._in_editor = False
         self._replaces = False  # the next question takes the place of the last one
@@ -131,10 +133,9 @@ class App:
 
     def open(self, settings: Settings) -> None:
         """Start to load the model of settings. The one before must be closed. ModelError, UsageError."""
-        box = ProgressBox(self._refresh)
-        model = self.host.open(settings, box)
-        self.box, self._dead = box, False
-        self.load = Load(model, self._refresh)
+        self.progress = None
+        self.load = Load(self.host.open(settings, self._take_progress), self._refresh)
+        self._dead = False
 
     def reopen_if_dead(self) -> None:
         """After the engine's death the next question starts a new one; the talk is all here."""
@@ -221,13 +222,14 @@ class App:
             if taken:  # the answer that was to be replaced is better than none
                 self.put(Kept((*self.state.turns, *taken)))
                 self.keeper.restore(self.state.messages[-2:])
-        self._tell_problems()
+        self._tell()
 
     # --- the loop
 
     def _turn(self) -> bool:
         """One line. False: the person leaves."""
         self.check_load()
+        self._tell()
         self.pane.draw([NewLine()])
         line, in_editor, self._line, self._in_editor = self._line, self._in_editor, "", False
         try:
@@ -239,6 +241,7 @@ class App:
         except EOFError:
             return False
         self.check_load()
+        self._tell()
         replaces, self._replaces = self._replaces and not self.prompt.was_cleared, False
         try:
             said = read_line(text)
@@ -286,7 +289,7 @@ class App:
     def _tail(self, waited_s: float) -> list[Text]:
         columns, rows = self.pane.resize()
         typed = visible(self.terminal.typed)
-        load = "" if self.load.is_over else view.loading(self.box.progress)
+        load = "" if self.load.is_over else view.loading(self.progress)
         lines = view.live_lines(self.state, columns, rows - 1 if typed else rows, self.host.colour, waited_s, load)
         if typed:
             lines.append(Text("› " + clip(" ".join(typed.split("\n")), columns - 2), "dim"))
@@ -313,12 +316,23 @@ class App:
 
     # --- the model that loads
 
+    def _take_progress(self, progress: Progress) -> None:
+        """From a thread of the engine, or of the load."""
+        if progress.say and not self.host.settings["quiet"]:
+            self._sentences.append(Line(progress.stage, "warning" if progress.say == "warning" else "dim"))
+        elif not progress.say:
+            self.progress = progress
+            self._refresh()
+
     def _refresh(self) -> None:
         """From the loader's thread: draw how far it is, or take in that it has ended."""
         self.prompt.refresh()
         self.terminal.wake()
 
-    def _tell_problems(self) -> None:
+    def _tell(self) -> None:
+        """Print what has come up beside the talk."""
+        while self._sentences:
+            self.put(self._sentences.popleft())
         for source in (self.keeper, self.history):
             if source.problem:
                 self.say(source.problem, "warning")
@@ -327,7 +341,7 @@ class App:
     def _status(self) -> str:
         """The toolbar under the prompt: how the load goes, else what the model is and how full its context."""
         if not self.load.is_over:
-            text = view.loading(self.box.progress)
+            text = view.loading(self.progress)
         else:
             text = view.status(self.load.info, self.state) if self.load.info else ""
         return clip(text, self.pane.resize()[0])

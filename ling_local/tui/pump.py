@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from ling_local.engine.protocol import Engine, EngineInfo, EngineSpec, Progress
+from ling_local.engine.protocol import Engine, EngineInfo, EngineSpec
 from ling_local.errors import LingError
 from ling_local.generate import CancelToken, TextModel, generate
 from ling_local.settings import Settings
@@ -32,7 +32,7 @@ class Model:
     settings: Settings
     name: str
     load_text: Callable[[], TextModel]
-    ready: Callable[[TextModel], EngineInfo]
+    ready: Callable[[], EngineInfo]
 
 
 class Job(Generic[T]):
@@ -77,20 +77,8 @@ class Load(Job[TextModel]):
 
     def _load(self) -> TextModel:
         self.text_model = self.model.load_text()
-        self.info = self.model.ready(self.text_model)
+        self.info = self.model.ready()
         return self.text_model
-
-
-@dataclass(slots=True)
-class ProgressBox:
-    """The newest word on how far a load is; written by a thread of the engine."""
-
-    on_change: Callable[[], None]
-    progress: Progress | None = None
-
-    def __call__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.on_change()
 
 
 class Pump:

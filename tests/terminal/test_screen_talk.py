@@ -33,6 +33,14 @@ def test_the_prompt_is_there_before_the_model_and_an_early_message_waits(talk: S
     assert "script 90" not in seen.text
 
 
+def test_what_a_load_has_to_say_stays_on_the_screen(talk: Start) -> None:
+    seen = talk(["ANSWER"], args=("--no-think", "--block", "3"), columns=100)
+    shown = seen.ask("q")
+    assert "--block 3 has no effect" in shown
+    assert "ANSWER" in shown
+    assert "no effect" not in seen.ask("q2")
+
+
 def test_live_figures_move_while_tokens_come_and_one_quiet_line_stays(talk: Start) -> None:
     turn = [{"tokens": ["w ", "x ", "y "], "repeat": 60, "delay_ms": 50, "drafted": 4}]
     seen = talk(turn, block=4).ready()

@@ -98,7 +98,7 @@ def loaded(path: Path, on_end: Callable[[], None] = lambda: None) -> Load:
     spec = EngineSpec(str(path), "scripted")
     engine = RemoteEngine(spec)
     settings = resolve({}, environ={}, file=None)
-    return Load(Model(engine, spec, settings, "x", lambda: TextModel.load(spec), lambda _: engine.info), on_end)
+    return Load(Model(engine, spec, settings, "x", lambda: TextModel.load(spec), lambda: engine.info), on_end)
 
 
 def drain(pump: Pump, limit_s: float = 60) -> list:
