@@ -69,9 +69,13 @@ class EngineBusy(EngineError):
     """A generation is under way already; there is one at a time."""
 
 
-def context_too_long(num_prompt: int, limit: int) -> ContextTooLong:
-    """The one wording for every route: a prompt must leave room for one token more, num_prompt < limit."""
+def context_too_long(num_prompt: int, limit: int, *, counted: bool = True) -> ContextTooLong:
+    """The one wording for every route: a prompt must leave room for one token more, num_prompt < limit.
+
+    counted False: it is at least so long, and nobody counted on.
+    """
+    at_least = "" if counted else "more than "
     return ContextTooLong(
-        f"the prompt is {num_prompt} tokens long; the context holds {limit}, at least one of them new",
+        f"the prompt is {at_least}{num_prompt} tokens long; the context holds {limit}, at least one of them new",
         "Shorten the prompt, or raise the limit with --ctx where the model allows it.",
     )

@@ -4,7 +4,8 @@ Events of one generation, in this order: after each step its TokenEvents, then a
 Every id that counts stands in exactly one TokenEvent, also an end-of-turn id, which has no text. Text that
 waits (for the rest of a rune, for what could become a stop string or a tag) comes with a later step, at the
 latest with the last one. After a stop nothing more is shown or counted: `Stats.tokens` and `Finish.ids` go up
-to the id that completed it. If the engine fails, text that waited is yielded before the exception is raised.
+to the id that completed it. If the engine fails, or Ctrl-C comes while it is waited for, text that waited is yielded
+before the exception is raised.
 
 A thinking budget is kept by asking the engine for that many tokens first: it stops at exactly that point, so its
 state is what the rest goes on from, with a </think> put in where the thought is still open.
@@ -25,8 +26,7 @@ from ling_local.engine.protocol import Engine, EngineSpec, Generation
 from ling_local.errors import EngineError, ModelError, UsageError, context_too_long
 from ling_local.stats import Tally
 from ling_local.text.channels import Channels
-from ling_local.text.stops import CodeStop, Stops
-from ling_local.text.stream import StreamText
+from ling_local.text.readers import ChatText, RawText
 from ling_local.types import (
     Channel,
     Event,
@@ -44,7 +44,8 @@ if TYPE_CHECKING:  # jinja2 and tokenizers cost time, and a raw completion needs
     from ling_local.text.tokenizer import Tokens
 
 _END_TOKENS = ("<|role_end|>", "<|endoftext|>")
-_TAGS = [f"<{slash}{name}>" for name in ("think", "tool_call", "arg_key", "arg_value") for slash in ("", "/")]
+_FAR_TOO_LONG = 8  # characters for every token that the context holds: with so many a count by pieces is worth it
+_PIECE = 1 << 18
 _DEMO = Path(__file__).parent / "data" / "demo"
 
 
@@ -90,6 +91,22 @@ class TextModel:
             return self.tokens.encode(request.prompt)
         return self.template.encode(self.tokens, request.prompt, thinking=request.thinking, tools=request.tools)
 
+    def check_size(self, request: Request, limit: int) -> None:
+        """Refuse a text that is many times too long before all of it is encoded: a log of gigabytes, say.
+
+        Raises ContextTooLong. A count by pieces may be off by a few tokens, so only twice too much is too much here.
+        """
+        prompt = request.prompt
+        texts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
+        if sum(map(len, texts)) <= _FAR_TOO_LONG * limit:
+            return
+        num = 0
+        for text in texts:
+            for start in range(0, len(text), _PIECE):
+                num += len(self.tokens.encode(text[start : start + _PIECE]))
+                if num > 2 * limit:
+                    raise context_too_long(2 * limit, limit, counted=False)
+
 
 class CancelToken:
     """Ends a running `generate` from another thread or a signal handler; it then ends with CANCELLED."""
@@ -127,11 +144,10 @@ def generate(
     """
     limit = engine.info.context_limit
     taken_s = time.monotonic()
+    if ids is None:
+        text_model.check_size(request, limit)
     ids = text_model.encode(request) if ids is None else ids
-    if not ids:
-        raise UsageError("the prompt is empty", "Give some text to go on from.")
-    if len(ids) >= limit:
-        raise context_too_long(len(ids), limit)
+    check_prompt(ids, limit)
     max_tokens = limit - len(ids) if request.max_tokens is None else request.max_tokens
     if max_tokens < 0:
         raise UsageError(f"max_tokens is {max_tokens}", "Give 0 or more.")
@@ -152,6 +168,14 @@ def generate(
     yield from _events(engine, asked, _budget(text_model, request, reader), reader, tally, cancel)
 
 
+def check_prompt(ids: Sequence[int], limit: int) -> None:
+    """Raises UsageError for a prompt without ids, ContextTooLong for one that leaves no room in the context."""
+    if not ids:
+        raise UsageError("the prompt is empty", "Give some text to go on from.")
+    if len(ids) >= limit:
+        raise context_too_long(len(ids), limit)
+
+
 @dataclass(frozen=True, slots=True)
 class _Budget:
     """Thinking ends after num_tokens with the id close_id, unless it has ended by then."""
@@ -160,7 +184,7 @@ class _Budget:
     close_id: int
 
 
-def _budget(text_model: TextModel, request: Request, reader: _RawText | _ChatText) -> _Budget | None:
+def _budget(text_model: TextModel, request: Request, reader: RawText | ChatText) -> _Budget | None:
     """None where nothing is to be limited: no budget, no thinking, or no token that ends it."""
     close_id = text_model.tokens.control.get("</think>")
     if request.think_budget is None or close_id is None or reader.channel is not Channel.THINKING:
@@ -172,7 +196,7 @@ def _events(
     engine: Engine,
     asked: TokenRequest,
     budget: _Budget | None,
-    reader: _RawText | _ChatText,
+    reader: RawText | ChatText,
     tally: Tally,
     cancel: CancelToken | None,
 ) -> Iterator[Event]:
@@ -203,7 +227,7 @@ def _run(
     engine: Engine,
     asked: TokenRequest,
     made: list[int],
-    reader: _RawText | _ChatText,
+    reader: RawText | ChatText,
     tally: Tally,
     cancel: CancelToken | None,
     last: bool = True,
@@ -218,12 +242,14 @@ def _run(
     steps = iter(generation)
     reason: FinishReason | None = None
     try:
+        if isinstance(reader, RawText):
+            reader.read_prompt()  # while the engine does
         while reason is None:
             try:
                 step = next(steps, None)
                 if step is None:
                     raise EngineError("the engine stopped without a reason", "Try again.")
-            except Exception:
+            except (Exception, KeyboardInterrupt):
                 yield from _joined((channel, text, ()) for channel, text in reader.close())
                 raise
             pieces = list(_take(step, reader, asked.stop_ids))
@@ -248,7 +274,7 @@ def _run(
 
 
 def _take(
-    step: StepResult, reader: _RawText | _ChatText, stop_ids: frozenset[int]
+    step: StepResult, reader: RawText | ChatText, stop_ids: frozenset[int]
 ) -> Iterator[tuple[Channel, str, tuple[int, ...]]]:
     """Pieces of a step up to a stop: text as it comes loose, each id with the first piece that it led to."""
     for token_id in step.ids:
@@ -273,102 +299,11 @@ def _joined(pieces: Iterable[tuple[Channel, str, tuple[int, ...]]]) -> Iterator[
             yield TokenEvent("".join(texts), tuple(ids), channel)
 
 
-def _reader(text_model: TextModel, request: Request) -> _RawText | _ChatText:
+def _reader(text_model: TextModel, request: Request) -> RawText | ChatText:
     if isinstance(request.prompt, str):
-        return _RawText(text_model.tokens, request.stop, CodeStop(request.prompt) if request.code_stop else None)
-    return _ChatText(text_model.tokens, request.stop, text_model.template.first_channel(request.thinking))
-
-
-class _RawText:
-    """Ids of a raw continuation to text: all of it answer, control tokens not shown."""
-
-    channel = Channel.ANSWER
-
-    def __init__(self, tokens: Tokens, stop: tuple[str, ...], code: CodeStop | None) -> None:
-        self._tokens = tokens
-        self._stream = StreamText()
-        self._stops = Stops(stop)
-        self._code = code
-
-    @property
-    def hit(self) -> bool:
-        """A stop is complete; what follows it is not wanted."""
-        return bool(self._stops.hit) or (self._code is not None and bool(self._code.hit))
-
-    def push(self, token_id: int) -> list[tuple[Channel, str]]:
-        if self._tokens.is_control(token_id):
-            return []
-        text = self._stops.push(self._stream.push(self._tokens.token_bytes(token_id)))
-        return self._answer(self._code.push(text) if self._code else text)
-
-    def close(self) -> list[tuple[Channel, str]]:
-        """Text that still waited for what might follow."""
-        text = self._stops.push(self._stream.close()) + self._stops.close()
-        return self._answer(self._code.push(text) + self._code.close() if self._code else text)
-
-    def _answer(self, text: str) -> list[tuple[Channel, str]]:
-        return [(Channel.ANSWER, text)] if text else []
-
-
-class _ChatText:
-    """Ids of an assistant turn to text by channel. Control tokens other than tags of channels are not shown.
-
-    Stop strings are looked for in the answer only: thoughts and the arguments of a call are not the place
-    where a person wants to end. After a tool call only more calls may follow; answer text there is the model
-    playing the other side, and ends the turn.
-    """
-
-    def __init__(self, tokens: Tokens, stop: tuple[str, ...], first: Channel) -> None:
-        self._tokens = tokens
-        self._tags = {tokens.control[tag] for tag in _TAGS if tag in tokens.control}
-        self._stream = StreamText()
-        self._channels = Channels(first)
-        self._stop = stop
-        self._stops = Stops(stop)
-        self._last = first
-        self._has_call = False
-        self._over = False
-
-    @property
-    def channel(self) -> Channel:
-        """Where text belongs now."""
-        return self._channels.channel
-
-    @property
-    def hit(self) -> bool:
-        return self._over or bool(self._stops.hit)
-
-    def push(self, token_id: int) -> list[tuple[Channel, str]]:
-        if self._tokens.is_control(token_id) and token_id not in self._tags:
-            return []
-        return self._sort(self._channels.push(self._stream.push(self._tokens.token_bytes(token_id))))
-
-    def close(self) -> list[tuple[Channel, str]]:
-        if self.hit:
-            return []
-        rest = self._sort([*self._channels.push(self._stream.close()), *self._channels.close()])
-        return rest if self.hit else rest + self._answer(self._stops.close())
-
-    def _sort(self, pieces: Iterable[tuple[Channel, str]]) -> list[tuple[Channel, str]]:
-        result: list[tuple[Channel, str]] = []
-        for channel, text in pieces:
-            if channel is not Channel.ANSWER:
-                if self._last is Channel.ANSWER:  # a stop string does not reach across a call
-                    result += self._answer(self._stops.close())
-                    self._stops = Stops(self._stop)
-                self._has_call = self._has_call or channel is Channel.TOOL
-                result.append((channel, text))
-            elif not self._has_call:
-                result += self._answer(self._stops.push(text))
-            elif text.strip():
-                self._over = True
-            self._last = channel
-            if self.hit:
-                break
-        return result
-
-    def _answer(self, text: str) -> list[tuple[Channel, str]]:
-        return [(Channel.ANSWER, text)] if text else []
+        return RawText(text_model.tokens, request.stop, request.prompt if request.code_stop else None)
+    first = text_model.template.first_channel(request.thinking)
+    return ChatText(text_model.tokens, request.stop, Channels(first, has_calls=bool(request.tools)))
 
 
 def _eos_ids(folder: Path) -> set[int]:

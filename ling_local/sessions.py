@@ -13,7 +13,8 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ class _Replay:
         if kind == "open":
             self.pid = int(record["pid"])
         elif kind == "model":
-            self.model = _text(record["model"])
+            self.take_model(_text(record["model"]))
         elif kind == "system":
             self.system = None if record["text"] is None else _text(record["text"])
         elif kind == "user":
@@ -111,6 +112,13 @@ class _Replay:
             self.messages.append(_message(record))
         else:
             raise ValueError(kind)
+
+    def take_model(self, model: str) -> None:
+        """Ids of one model mean nothing to another."""
+        if model != self.model:
+            self.messages = [replace(message, ids=()) for message in self.messages]
+            self.ids = []
+        self.model = model
 
     def end_turn(self) -> None:
         """Close the turn at hand; one whose answer never began is no turn."""
@@ -168,7 +176,7 @@ def read(file: Path) -> Saved:
             continue
         try:
             replay.take(json.loads(line))
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             replay.lost += 1
     unasked = "" if replay.ids or any(map(any, replay.parts.values())) else replay.question or ""
     replay.end_turn()
@@ -198,10 +206,14 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Path:
-    """The file of `last`, of a number in the list, of a name, or of the only name that begins so. UsageError."""
+    """The file of `last`, a number in the list, a name or path, or the only name that begins so. UsageError."""
+    name = name.removeprefix(f"{folder()}{os.sep}")
+    if name == LAST:
+        newest = list_sessions(1)
+        if not newest:
+            raise UsageError("there is no session yet")
+        return folder() / (newest[0].name + _SUFFIX)
     files = _newest_first()
-    if name == LAST and files:
-        return files[0]
     exact = [file for file in files if file.name == name.removesuffix(_SUFFIX) + _SUFFIX]
     if not exact and name.isascii() and name.isdigit() and len(name) < 4:
         listed = list_sessions()
@@ -211,16 +223,15 @@ def find(name: str) -> Path:
         return found[0]
     if found:
         raise UsageError(f"'{name}' is the beginning of {len(found)} sessions", "Give more of the name.")
-    if name == LAST:
-        raise UsageError("there is no session yet")
     raise UsageError(f"no session '{name}'", "`/sessions` in a chat lists them; `last` is the newest.")
 
 
 def _newest_first() -> list[Path]:
-    try:
-        files = [(file.stat().st_mtime_ns, file) for file in folder().glob(f"*{_SUFFIX}")]
-    except OSError:
-        return []
+    files: list[tuple[int, Path]] = []
+    with suppress(OSError):  # no folder, or not ours to read
+        for file in folder().glob(f"*{_SUFFIX}"):
+            with suppress(OSError):  # gone meanwhile, or a link to nothing, such as an editor's lock
+                files.append((file.stat().st_mtime_ns, file))
     return [file for _, file in sorted(files, reverse=True)]
 
 
@@ -248,17 +259,26 @@ class SessionFile:
                 session = cls._locked(file, os.O_CREAT | os.O_EXCL)
             except FileExistsError:
                 continue
-            session._append({"kind": "open", "schema": SCHEMA, "pid": os.getpid(), "time": _now()})
-            session.model(model)
+            try:
+                session._opened()
+                session.model(model)
+            except OSError:
+                session.close()
+                file.unlink(missing_ok=True)
+                raise
             return session
 
     @classmethod
     def resume(cls, file: Path) -> tuple[SessionFile, Saved]:
         """Open a session to go on with it. LingError where another process has it open; OSError."""
         session = cls._locked(file, 0)
-        saved = read(file)  # after the lock: nobody adds to it any more
-        session._start_a_line()
-        session._append({"kind": "open", "schema": SCHEMA, "pid": os.getpid(), "time": _now()})
+        try:
+            saved = read(file)  # after the lock: nobody adds to it any more
+            session._start_a_line()
+            session._opened()
+        except (OSError, LingError):
+            session.close()  # or a second try would find it locked, by ourselves
+            raise
         return session, saved
 
     @classmethod
@@ -277,6 +297,9 @@ class SessionFile:
                 "Leave that one first, or start a new talk.",
             ) from None
         return cls(file, descriptor)
+
+    def _opened(self) -> None:
+        self._append({"kind": "open", "schema": SCHEMA, "pid": os.getpid(), "time": _now()})
 
     def model(self, model: str) -> None:
         """From here on, ids are those of this checkpoint."""

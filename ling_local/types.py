@@ -69,7 +69,7 @@ class Request:
     max_tokens  None: as many as the context holds
     stop        stop strings; the text ends before the one that completes first
     thinking    the template's switch; ignored for raw text
-    code_stop   raw text only: end when the open code block ends (text/stops.py)
+    code_stop   raw text only: end when the open code block ends (text/code_stop.py)
     draft       speculate if the engine has a drafter
     full_width  verify every draft of every step, also where plain steps would be faster (bench)
     tools       JSON schemas as text, one object each, for the template

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -83,6 +84,7 @@ def ranks_of(folder: Path, size: int = 2, **options: Any) -> Iterator[list[Nativ
         for thread in threads:
             thread.join(20)
     assert not errors, errors
+    assert gc.isenabled()  # ranks run without collections, and leave no process without them
 
 
 def _together(bodies: list[Any]) -> None:

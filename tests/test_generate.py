@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ling_local.generate as room
 from ling_local.errors import ContextTooLong, ModelError, UsageError
 from ling_local.generate import generate
+from ling_local.text import readers
 from ling_local.types import Finish, FinishReason, Message, Request, StatsEvent, TokenEvent
 from played import CHAT, EOS, Played, Write, opened, play
 
@@ -77,6 +79,22 @@ def test_a_prompt_that_is_too_long_is_refused_before_work_with_both_numbers(writ
     assert "50" in caught.value.message
 
 
+@pytest.mark.parametrize("wrap", [str, lambda text: (Message("user", "hi"), Message("user", text))])
+def test_a_prompt_that_is_far_too_long_is_not_encoded_to_its_end(
+    write_script: Write, monkeypatch: pytest.MonkeyPatch, wrap: Any
+) -> None:
+    engine, text_model = opened(write_script(["a"], context=50))
+    encoded: list[int] = []
+    encode = type(text_model.tokens).encode
+    monkeypatch.setattr(room, "_PIECE", 60)
+    monkeypatch.setattr(
+        type(text_model.tokens), "encode", lambda self, text: encoded.append(len(text)) or encode(self, text)
+    )
+    with pytest.raises(ContextTooLong, match=r"more than 100 tokens long; the context holds 50"):
+        next(generate(engine, text_model, Request(wrap("x" * 100_000))))
+    assert sum(encoded) < 200
+
+
 def test_an_empty_prompt_and_a_negative_limit_are_refused(write_script: Write) -> None:
     path = write_script(["a"])
     with pytest.raises(UsageError, match="empty"):
@@ -89,6 +107,18 @@ def test_ignore_eos_makes_exactly_max_tokens(write_script: Write) -> None:
     played = play(write_script(["a", EOS, "b"]), max_tokens=7, ignore_eos=True)
     assert (len(played.ids), played.reason) == (7, FinishReason.LENGTH)
     assert played.text() == "abab"
+
+
+def test_the_prompt_is_searched_for_its_open_block_while_the_engine_reads_it(
+    write_script: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, text_model = opened(write_script(["    x\n", "y", EOS]))
+    done: list[str] = []
+    begin, code_stop = engine.generate, readers.CodeStop
+    monkeypatch.setattr(engine, "generate", lambda asked: done.append("begun") or begin(asked))
+    monkeypatch.setattr(readers, "CodeStop", lambda prompt: done.append("searched") or code_stop(prompt))
+    played = Played(list(generate(engine, text_model, Request("def f():\n", code_stop=True))))
+    assert (played.text(), done) == ("    x\n", ["begun", "searched"])
 
 
 # --- text

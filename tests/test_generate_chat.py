@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from ling_local.engine import script
 from ling_local.engine.protocol import EngineSpec
 from ling_local.engine.remote import RemoteEngine
 from ling_local.errors import EngineBusy, NonFinite
@@ -71,12 +72,13 @@ CALL = [
     {"control": "<tool_call>"}, "get_", "time\n", {"control": "<arg_key>"}, "zone", {"control": "</arg_key>"},
     "\n", {"control": "<arg_value>"}, "UTC", {"control": "</arg_value>"}, "\n", {"control": "</tool_call>"},
 ]  # fmt: skip
+TOOLS = ('{"name": "get_time"}',)
 CALL_TEXT = "<tool_call>get_time\n<arg_key>zone</arg_key>\n<arg_value>UTC</arg_value>\n</tool_call>"
 
 
 def test_a_tool_call_opened_inside_thinking_is_delivered(write_script: Write) -> None:
     """C157."""
-    played = play(write_script(["I need the time", CALL, EOS]), CHAT, tools=('{"name": "get_time"}',))
+    played = play(write_script(["I need the time", CALL, EOS]), CHAT, tools=TOOLS)
     assert played.text(Channel.THINKING).strip() == "I need the time"
     assert played.text(Channel.TOOL).strip() == CALL_TEXT
     assert played.text() == ""
@@ -85,11 +87,20 @@ def test_a_tool_call_opened_inside_thinking_is_delivered(write_script: Write) ->
 
 def test_after_tool_calls_only_more_calls_may_follow(write_script: Write) -> None:
     steps = [{"control": "</think>"}, "Wait.", CALL, "\n", CALL, "\n", "It is noon.", "more", EOS]
-    played = play(write_script(steps), CHAT)
+    played = play(write_script(steps), CHAT, tools=TOOLS)
     assert played.text().strip() == "Wait."
     assert played.text(Channel.TOOL).count(CALL_TEXT) == 2
     assert "noon" not in "".join(event.text for event in played.tokens)
     assert played.reason is FinishReason.STOP
+
+
+def test_where_no_tool_was_offered_the_tags_of_a_call_are_text(write_script: Write) -> None:
+    """Someone asked how calls are written: the thought stays a thought, and the answer goes on after the example."""
+    steps = [{"text": "A <tool_call>."}, {"control": "</think>"}, "So:\n", CALL, "\nThat is all.", EOS]
+    played = play(write_script(steps), CHAT)
+    assert played.text(Channel.THINKING) == "A <tool_call>."
+    assert played.text() == f"So:\n{CALL_TEXT}\nThat is all."
+    assert played.reason is FinishReason.EOS
 
 
 def test_stop_strings_are_for_the_answer(write_script: Write) -> None:
@@ -100,7 +111,7 @@ def test_stop_strings_are_for_the_answer(write_script: Write) -> None:
 
 
 def test_text_that_could_become_a_stop_is_not_lost_before_a_call(write_script: Write) -> None:
-    played = play(write_script([{"control": "</think>"}, "one ST", CALL, EOS]), CHAT, stop=("STOP",))
+    played = play(write_script([{"control": "</think>"}, "one ST", CALL, EOS]), CHAT, stop=("STOP",), tools=TOOLS)
     assert played.text() == "one ST"
     assert CALL_TEXT in played.text(Channel.TOOL)
 
@@ -117,6 +128,18 @@ def test_a_failure_comes_after_what_was_made_before_it(write_script: Write) -> N
             got.append(event)
     assert Played(got).text() == "ab ST"
     assert Played(list(generate(engine, text_model, Request("go", max_tokens=1)))).text() == "ok"
+
+
+def test_ctrl_c_while_the_engine_is_waited_for_comes_after_text_that_waited(
+    write_script: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, text_model = opened(write_script(["a", "b ST", {"fail": "RuntimeError"}]))
+    monkeypatch.setattr(script.Failure, "exception", lambda *_: KeyboardInterrupt())
+    got: list[Event] = []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        for event in generate(engine, text_model, Request("go", stop=("STOP",))):
+            got.append(event)
+    assert Played(got).text() == "ab ST"
 
 
 @pytest.mark.parametrize("events", [1, 2, 3, 5])

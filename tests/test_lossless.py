@@ -55,8 +55,10 @@ class Opener:
         yield engine
         self.num_open -= 1
 
-    def check(self, modes: tuple[str, ...] = ("dspark",), on_progress: Any = None, **plan: Any) -> Any:
-        return run_check(self, TextModel.load(self.spec), CheckPlan(**plan), modes, on_progress)
+    def check(
+        self, modes: tuple[str, ...] = ("dspark",), on_progress: Any = None, on_stop: Any = None, **plan: Any
+    ) -> Any:
+        return run_check(self, TextModel.load(self.spec), CheckPlan(**plan), modes, on_progress, on_stop)
 
 
 class Sized:
@@ -102,6 +104,20 @@ def test_one_wrong_id_fails_and_is_named(write_script: Write, place: int) -> Non
     assert all(row.sampled for row in wrong)  # the greedy runs are honest
     right = b"abcdeabcde"[place]
     assert {row.difference for row in wrong} == {Difference(place, right + 1, right)}
+
+
+def test_a_check_that_is_stopped_tells_what_it_compared(write_script: Write) -> None:
+    known: list[Any] = []
+
+    def stop(progress: CheckProgress) -> None:
+        if (progress.mode, progress.run) == ("dspark", 3):
+            raise KeyboardInterrupt
+
+    opener = Opener(write_script(TURN, block=3, clock="virtual"), lie_at=2)
+    with pytest.raises(KeyboardInterrupt):
+        opener.check(on_progress=stop, on_stop=known.append, tokens=10, tasks=("chat",))
+    (report,) = known
+    assert [row.difference is None for row in report.rows] == [True, False]
 
 
 def test_every_block_size_is_tried_until_the_engine_refuses_one(write_script: Write) -> None:

@@ -6,6 +6,8 @@ together are at least three times the L2, and the time is a replay's divided by 
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +35,30 @@ def copies_for(num_bytes: float) -> int:
 def time_graph(launches: Sequence[Callable[[], object]]) -> float:
     """Microseconds of one launch: the median replay of a graph of all of them, divided by their number."""
     return timing.launches_us(launches, "cuda")
+
+
+def step_ms(run: Callable[[], object], runs: int = 5, steps: int = 40) -> tuple[float, float]:
+    """Milliseconds of one run: on the GPU by events, and as the caller sees it with three runs under way; medians of
+    `runs` series."""
+    on_gpu, seen = [], []
+    for _ in range(runs):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(steps):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        on_gpu.append(start.elapsed_time(end) / steps)
+        done = [torch.cuda.Event() for _ in range(3)]
+        clock = time.perf_counter()
+        for number in range(steps):
+            if number >= len(done):
+                done[number % len(done)].synchronize()
+            run()
+            done[number % len(done)].record()
+        torch.cuda.synchronize()
+        seen.append(1000 * (time.perf_counter() - clock) / steps)
+    return statistics.median(on_gpu), statistics.median(seen)
 
 
 def copy_bandwidth() -> float:

@@ -11,7 +11,7 @@ import argparse
 
 import torch
 
-from ling_local.bench import TASKS, bundled
+from ling_local.bench import TEXTS, bundled
 from ling_local.engine.native import NativeEngine
 from ling_local.paths import demo_dir
 from ling_local.text.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ def main() -> None:
     reference = NativeEngine.load(demo_dir(), context=4096)
     print("| prompt | same tokens | of | margin of the CPU's two best | in standard deviations | GPU's rank there |")
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for prompt in (p for task in TASKS for p in bundled(task)):
+    for prompt in (p for task in TEXTS for p in bundled(task)):
         ids = tuple(tokens.encode(prompt.text))
         got, want = answer(tested, ids, args.tokens), answer(reference, ids, args.tokens)
         same = next((i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b), None)

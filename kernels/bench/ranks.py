@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from cold import step_ms
 
 import ling_kernels
 from ling_kernels.cuda.exchange import launch_sum
@@ -158,7 +159,7 @@ def time_steps(at: Rank, engine: NativeEngine) -> None:
             run()
             begin(engine, at.args.context)
             at.together()
-            on_gpu, seen = milliseconds(run)
+            on_gpu, seen = step_ms(run)
             at.together()
             what = f"{rows} rows" + (f" and {following} drafts" if following else "")
             at.say(f"| {what} | {on_gpu:.3f} | {seen:.3f} |")
@@ -166,28 +167,6 @@ def time_steps(at: Rank, engine: NativeEngine) -> None:
                 at.ops.exchange.check()
             if at.args.breakdown:
                 breakdown(at, run)
-
-
-def milliseconds(run: Callable[[], None], runs: int = 5, steps: int = 40) -> tuple[float, float]:
-    on_gpu, seen = [], []
-    for _ in range(runs):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(steps):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        on_gpu.append(start.elapsed_time(end) / steps)
-        done = [torch.cuda.Event() for _ in range(3)]
-        clock = time.perf_counter()
-        for number in range(steps):
-            if number >= len(done):
-                done[number % len(done)].synchronize()
-            run()
-            done[number % len(done)].record()
-        torch.cuda.synchronize()
-        seen.append(1000 * (time.perf_counter() - clock) / steps)
-    return statistics.median(on_gpu), statistics.median(seen)
 
 
 def breakdown(at: Rank, run: Callable[[], None], steps: int = 5) -> None:

@@ -3,6 +3,7 @@
 python kernels/bench/step.py                         # tiny, 1 and 9 rows after 8,192 tokens, and an 8,192-token prefill
 python kernels/bench/step.py --draft                 # with the 3-layer DSpark draft at the end of the step
 python kernels/bench/step.py --model flash --shard 4 # one rank of four, without exchange
+python kernels/bench/step.py --norm-in-router --norm-in-linear   # one row: norms in the kernels that come after
 python kernels/bench/step.py --breakdown             # microseconds by kernel of one step
 
 Weights are random: times are real, texts and acceptance are not.
@@ -11,7 +12,6 @@ Weights are random: times are real, texts and acceptance are not.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from cold import step_ms
 
 import ling_kernels
 from ling_kernels.cuda import CudaOps
@@ -31,7 +32,7 @@ from ling_local.engine.step import step
 from ling_local.engine.weights import Weights
 from ling_local.types import SamplingParams
 
-RUNS, STEPS, WARM_S = 5, 40, 0.5
+WARM_S = 0.5
 
 
 def begin(state: SequenceState, context: int) -> None:
@@ -43,32 +44,13 @@ def begin(state: SequenceState, context: int) -> None:
 
 
 def milliseconds(run: Callable[[], None]) -> tuple[float, float]:
-    """Of one run: on the GPU by events, and as the caller sees it with three runs under way; medians of RUNS series.
-
-    Half a second of runs comes first: a GPU that was idle begins with slower clocks (3 % of a step)."""
+    """On the GPU and at the caller, after half a second of runs: a GPU that was idle begins with slower clocks (3 %
+    of a step)."""
     until = time.perf_counter() + WARM_S
     while time.perf_counter() < until:
         run()
         torch.cuda.synchronize()
-    on_gpu, seen = [], []
-    for _ in range(RUNS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(STEPS):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        on_gpu.append(start.elapsed_time(end) / STEPS)
-        done = [torch.cuda.Event() for _ in range(3)]
-        clock = time.perf_counter()
-        for number in range(STEPS):
-            if number >= len(done):
-                done[number % len(done)].synchronize()
-            run()
-            done[number % len(done)].record()
-        torch.cuda.synchronize()
-        seen.append(1000 * (time.perf_counter() - clock) / STEPS)
-    return statistics.median(on_gpu), statistics.median(seen)
+    return step_ms(run)
 
 
 def time_steps(
@@ -156,10 +138,14 @@ def main() -> None:
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--late-norm", action="store_true", help="exchange_norm waits before it lets the next one in")
+    parser.add_argument("--split-queries", action="store_true", help="MLA's low-rank queries by two kernels")
+    parser.add_argument("--norm-in-router", action="store_true", help="one row: no exchange_norm before the router")
+    parser.add_argument("--norm-in-linear", action="store_true", help="nor before the first projection of MLA")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
-    ops.early_norm = not args.late_norm
+    ops.early_norm, ops.split_queries = not args.late_norm, args.split_queries
+    ops.norm_in_router, ops.norm_in_linear = args.norm_in_router, args.norm_in_linear
     config = dummy.shard_of(dummy.MODELS[args.model], args.shard)
     if args.layers:
         config = replace(config, num_layers=args.layers)

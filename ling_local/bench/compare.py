@@ -41,7 +41,10 @@ _SAME = (
     ("run", "temperature"),
     ("run", "top_k"),
     ("run", "top_p"),
+    ("run", "seed"),
+    ("run", "thinking"),
     ("run", "full_width"),
+    ("run", "context_limit"),
     ("marks",),
 )
 
@@ -49,15 +52,15 @@ _SAME = (
 def read_reports(file: Path) -> tuple[Document, ...]:
     """The reports of a file that `ling bench --save` or `--json` wrote. Raises UsageError."""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = json.loads(file.read_text(encoding="utf-8-sig"))
+        reports = document.get("reports", [document])
+        if not reports or document["schema"] != 1 or not all(report["samples"] for report in reports):
+            raise ValueError
+        compare(reports, reports, "")  # whatever is missing is missed now, not after the run
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError:  # no JSON, or no text
+    except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, or not ours
         raise UsageError(f"{file} is not a report of ling bench", "Write one with --save FILE.") from None
-    reports = document.get("reports", [document]) if isinstance(document, dict) else []
-    whole = all(isinstance(row, dict) and {"decode", "model", "machine", "run"} <= row.keys() for row in reports)
-    if not reports or not whole or document.get("schema") != 1:
-        raise UsageError(f"{file} is not a report of ling bench", "Write one with --save FILE.")
     return tuple(reports)
 
 

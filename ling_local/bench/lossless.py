@@ -15,6 +15,7 @@ from typing import Any
 
 from ling_local.bench.figures import check_counts
 from ling_local.bench.machine import machine
+from ling_local.bench.measure import STOPS
 from ling_local.bench.prompts import TEXTS, Prompt, as_prompt, bundled, forget, last_tokens
 from ling_local.bench.report import head, machine_facts, model_facts, speculation
 from ling_local.engine.protocol import Engine, EngineInfo
@@ -83,12 +84,13 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """All that was compared. info is that of the engine without drafts."""
+    """All that was compared. info is that of the engine without drafts; marks: what makes it no ordinary run."""
 
     plan: CheckPlan
     info: EngineInfo
     machine: dict[str, Any]
     rows: tuple[CheckRow, ...]
+    marks: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -116,31 +118,40 @@ def run_check(
     plan: CheckPlan,
     modes: Sequence[str],
     on_progress: Callable[[CheckProgress], None] | None = None,
+    on_stop: Callable[[CheckReport], None] | None = None,
 ) -> CheckReport:
     """Compare each of modes ("auto", "mtp", "dspark") with an engine that open_mode("off", 0) gives.
 
+    on_stop: is given what was compared by then, before what ended the run goes on.
     Raises UsageError where a mode has no drafter or the block is too large, and whatever the engine fails with.
     """
-    report = on_progress or (lambda _: None)
+    tell = on_progress or (lambda _: None)
     with open_mode("off", 0) as engine:
         info = engine.info
-        reference = _run_all(engine, text_model, plan, "off", report)
+        reference = list(_run_all(engine, text_model, plan, "off", tell))
     rows: list[CheckRow] = []
-    for mode in modes:
-        for engine in _engines(open_mode, mode, plan):
-            drafter, block = engine.info.drafter, engine.info.block
-            if any((row.mode, row.block) == (drafter, block) for row in rows):
-                continue  # "auto" beside the name of what it stands for
-            made = _run_all(engine, text_model, plan, drafter, report)
-            for ask, with_drafts, without in zip(_asks(text_model, plan), made, reference, strict=True):
-                difference = first_difference(with_drafts.ids, without.ids)
-                stats, stats_off = with_drafts.stats, without.stats
-                rows.append(
-                    CheckRow(ask.prompt, ask.sampled, drafter, block, stats, stats_off, with_drafts.finish, difference)
-                )
-    result = CheckReport(plan, info, machine(), tuple(rows), tuple(_warnings(plan, reference, rows)))
-    _check(result)
-    return result
+
+    def report() -> CheckReport:
+        result = CheckReport(plan, info, machine(), tuple(rows), info.marks, tuple(_warnings(plan, reference, rows)))
+        _check(result)
+        return result
+
+    try:
+        for mode in modes:
+            for engine in _engines(open_mode, mode, plan):
+                drafter, block = engine.info.drafter, engine.info.block
+                if any((row.mode, row.block) == (drafter, block) for row in rows):
+                    continue  # "auto" beside the name of what it stands for
+                made = _run_all(engine, text_model, plan, drafter, tell)
+                for ask, drafted, plain in zip(_asks(text_model, plan), made, reference, strict=True):
+                    different = first_difference(drafted.ids, plain.ids)
+                    stats = drafted.stats, plain.stats
+                    rows.append(CheckRow(ask.prompt, ask.sampled, drafter, block, *stats, drafted.finish, different))
+    except STOPS:
+        if on_stop and rows:
+            on_stop(report())
+        raise
+    return report()
 
 
 def _engines(open_mode: OpenMode, mode: str, plan: CheckPlan) -> Iterator[Engine]:
@@ -185,20 +196,18 @@ def _asks(text_model: TextModel, plan: CheckPlan) -> list[_Ask]:
 
 def _run_all(
     engine: Engine, text_model: TextModel, plan: CheckPlan, mode: str, report: Callable[[CheckProgress], None]
-) -> list[_Outcome]:
+) -> Iterator[_Outcome]:
     """Every prompt on one engine, after a few tokens that nobody times."""
     asks = _asks(text_model, plan)
     block = engine.info.block if mode != "off" else 0
     first = asks[0].request
     _run(engine, text_model, replace(first, max_tokens=min(_WARMUP_TOKENS, plan.tokens)), mode, lambda _: None)
-    outcomes = []
     for number, ask in enumerate(asks, 1):
 
         def tell(done: int, number: int = number) -> None:
             report(CheckProgress(mode, block, number, len(asks), done, plan.tokens))
 
-        outcomes.append(_run(engine, text_model, ask.request, mode, tell))
-    return outcomes
+        yield _run(engine, text_model, ask.request, mode, tell)
 
 
 def _run(engine: Engine, text_model: TextModel, request: Request, mode: str, tell: Callable[[int], None]) -> _Outcome:
@@ -246,7 +255,7 @@ def check_to_json(report: CheckReport, command: str = "") -> dict[str, Any]:
         "same": report.same,
         "model": model_facts(info, draft=False),
         "machine": machine_facts(report.machine, info),
-        "marks": list(info.marks),
+        "marks": list(report.marks),
         "run": {
             "tokens": plan.tokens,
             "tasks": list(plan.tasks),

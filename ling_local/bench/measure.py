@@ -19,11 +19,12 @@ from ling_local.bench.figures import Sample
 from ling_local.bench.prompts import TASKS, as_prompt, bundled, forget, random_ids, with_first_word
 from ling_local.bench.result import RANDOM_IN, BenchPlan, BenchReport, finished
 from ling_local.engine.protocol import Engine, EngineInfo
-from ling_local.errors import UsageError, context_too_long
+from ling_local.errors import LingError, UsageError, context_too_long
 from ling_local.generate import TextModel, generate
 from ling_local.types import Finish, Request, StatsEvent
 
 _WARMUP_TOKENS = 128
+STOPS = (KeyboardInterrupt, SystemExit, LingError)  # what may end a run of which something is known by then
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +71,40 @@ def run_lanes(
     text_model: TextModel,
     on_progress: ProgressFn | None = None,
     watch: Callable[[Sequence[str]], Watch] = Watch,
+    on_stop: Callable[[tuple[BenchReport, ...]], None] | None = None,
 ) -> tuple[BenchReport, ...]:
     """Measure several engines in turns. Plans must agree in repetitions and warmup; raises as run_bench does.
 
-    watch: what looks after the machine meanwhile; it is given the driver's names of all GPUs in use.
+    watch: what looks after the machine meanwhile; it is given the driver's names of all GPUs in use
+    on_stop: is given the reports of the repetitions that all lanes have made, before what ended the run goes on
     """
+    infos = {lane.name: lane.engine.info for lane in lanes}  # an engine that has died gives none
     for lane in lanes:
-        _check_plan(lane.plan, lane.engine.info)
-    lanes = [replace(lane, plan=fitted(lane.plan, lane.engine.info)) for lane in lanes]
+        _check_plan(lane.plan, infos[lane.name])
+    lanes = [replace(lane, plan=fitted(lane.plan, infos[lane.name])) for lane in lanes]
     first = lanes[0].plan
     samples: dict[str, list[Sample]] = {lane.name: [] for lane in lanes}
     count = _Count(lanes, on_progress or (lambda _: None))
-    watching = watch(lanes[0].engine.info.device_ids)
-    for index in range(-first.warmup, first.repetitions):
-        turn = index % len(lanes)  # another engine begins each time: none is always the one after the pause
-        for lane in (*lanes[turn:], *lanes[:turn]):
-            sample = _repeat(lane, text_model, index, count)
-            if index >= 0:
-                samples[lane.name].append(sample)
-    free_bytes = max(lane.engine.info.free_bytes for lane in lanes)  # of the first that was loaded
-    conditions = replace(watching.end(), gpu_free_bytes=free_bytes)
-    return tuple(finished(lane.plan, lane.engine.info, samples[lane.name], conditions) for lane in lanes)
+    watching = watch(infos[lanes[0].name].device_ids)
+
+    def reports() -> tuple[BenchReport, ...]:
+        free_bytes = max(info.free_bytes for info in infos.values())  # of the first that was loaded
+        conditions = replace(watching.end(), gpu_free_bytes=free_bytes)
+        whole = min(map(len, samples.values()))
+        return tuple(finished(lane.plan, infos[lane.name], samples[lane.name][:whole], conditions) for lane in lanes)
+
+    try:
+        for index in range(-first.warmup, first.repetitions):
+            turn = index % len(lanes)  # another engine begins each time: none is always the one after the pause
+            for lane in (*lanes[turn:], *lanes[:turn]):
+                sample = _repeat(lane, text_model, index, count)
+                if index >= 0:
+                    samples[lane.name].append(sample)
+    except STOPS:
+        if on_stop and all(samples.values()):
+            on_stop(reports())
+        raise
+    return reports()
 
 
 def _check_plan(plan: BenchPlan, info: EngineInfo) -> None:

@@ -131,7 +131,7 @@ def _warnings(report: BenchReport) -> Iterator[str]:
         yield f"{cached} prompt tokens were found in the engine's state: TTFT is too good"
     if report.tpot_ms is None:
         yield "time per token is undefined: all tokens came in one step"
-    if plan.repetitions == 1:
+    if len(samples) == 1:
         yield "one repetition: no standard deviation"
     if not plan.warmup:
         yield "no warm-up: the first figures hold one-time costs"

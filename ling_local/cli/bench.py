@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ling_local.cli import options as opt
 from ling_local.cli.bench_dummy import check_dummy_flags, print_breakdown
 from ling_local.cli.bench_engines import engines_asked, explain_all, for_engine, with_value
-from ling_local.cli.bench_files import check_files, command_line, save, write
+from ling_local.cli.bench_files import check_files, command_line, deliver, stop_mark
 from ling_local.cli.bench_tables import FORMATS, aligned, compared_cells, compared_lines, lane_name, warnings
 from ling_local.cli.opening import Opened, open_model, open_other, sampling, wait_loaded
 from ling_local.cli.output import Output
 from ling_local.cli.pages import Page
-from ling_local.engine.protocol import EngineInfo
-from ling_local.errors import UsageError
+from ling_local.engine.protocol import Engine, EngineInfo
+from ling_local.errors import LingError, UsageError
 from ling_local.settings import TABLE, Settings, nearest
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ PAGE = Page(
     notes="Each repetition makes exactly --tokens tokens (the end of a turn is ignored) from a prompt of its own; "
     "exit code 1 if one could not. The model's own sampling defaults are not taken: greedy unless you say otherwise. "
     "Without --modes and --speculation a model that has a drafter is measured without and with it, repetition by "
-    "repetition; JSON then holds a list of reports.\n\n"
+    "repetition; JSON then holds a list of reports. Ctrl-C ends a run with the report of what is whole by then.\n\n"
     "--check makes --tokens tokens from every bundled prompt, greedy and sampled, without drafts and with each "
     "drafter asked for, and compares all ids; exit code 1 if one differs. Seconds are for information.\n\n"
     "--accept-pattern makes each step accept that many drafts: the drafter, the verify pass and the commit do all of "
@@ -93,13 +92,17 @@ def command(
         from ling_local.cli.bench_check import check_and_print
 
         return check_and_print(settings, output, names, wanted)
-    reports: tuple[BenchReport, ...] = ()
-    for engine in engines:
-        made, interleaved = _measure(for_engine(settings, engine, engines), output, names)
-        reports += made
-    interleaved = interleaved and len(engines) == 1
-    _deliver(reports, "interleaved" if interleaved else "one after the other", settings, output, wanted, then)
-    return all(report.exact for report in reports)
+    runs: list[tuple[BenchReport, ...]] = []
+    stopped: BaseException | None = None
+    try:
+        for engine in engines:
+            _measure(for_engine(settings, engine, engines), output, names, runs)
+    except (KeyboardInterrupt, SystemExit, LingError) as error:
+        if not runs:
+            raise
+        stopped = error
+    _deliver(runs, settings, output, wanted, then, stopped)
+    return all(report.exact for run in runs for report in run)
 
 
 def _check_task_flags(settings: Settings) -> None:
@@ -143,33 +146,39 @@ def _modes(settings: Settings) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _measure(settings: Settings, output: Output, asked: tuple[str, ...]) -> tuple[tuple[BenchReport, ...], bool]:
-    """A report for each mode, and whether they took turns."""
-    from ling_local.bench import Lane, run_bench, run_lanes
+def _measure(settings: Settings, output: Output, asked: tuple[str, ...], runs: list[tuple[BenchReport, ...]]) -> None:
+    """Add a report for each mode to runs, those that took turns as one entry; also where something ends it early."""
+    from ling_local.bench import Lane, run_lanes
 
     names = asked or ("off", "auto")
     first = "auto" if "auto" in names else names[0]
     with open_model(with_value(settings, "speculation", first), output) as opened:
         wait_loaded(opened)
         names, first = _resolved(names, first, opened, output)
-        plans = {name: _plan(settings, draft=name != "off") for name in names}
-        if len(names) == 1:
-            return (run_bench(opened.engine, opened.text_model, plans[first], _shower(output)),), True
-        if _fit_together(opened, len(names)):
+
+        def run(engines: Mapping[str, Engine]) -> None:
+            lanes = [
+                Lane(name if len(names) > 1 else "", engine, _plan(settings, draft=name != "off"))
+                for name, engine in engines.items()
+            ]
+            runs.append(run_lanes(lanes, opened.text_model, _shower(output), on_stop=runs.append))
+
+        if len(names) == 1 or _fit_together(opened, len(names)):
             with _all_open(opened, names, first, settings) as engines:
-                lanes = [Lane(name, engines[name], plans[name]) for name in names]
-                return run_lanes(lanes, opened.text_model, _shower(output)), True
+                run({name: engines[name] for name in names})
+            return
         output.warn("the machine's memory holds one engine at a time: the modes are measured one after the other")
-        reports = {}
-        for name in (first, *(name for name in names if name != first)):
+        order = (first, *(name for name in names if name != first))
+        for name in order:
             with ExitStack() as stack:
                 if name == first:
                     engine = opened.engine
                     stack.callback(engine.close)
                 else:
                     engine = stack.enter_context(open_other(opened, name, settings["block"] or 0))
-                (reports[name],) = run_lanes([Lane(name, engine, plans[name])], opened.text_model, _shower(output))
-        return tuple(reports[name] for name in names), False
+                run({name: engine})
+        made = dict(zip(order, runs[-len(order) :], strict=True))
+        runs[-len(order) :] = [made[name] for name in names]
 
 
 def _resolved(names: tuple[str, ...], first: str, opened: Opened, output: Output) -> tuple[tuple[str, ...], str]:
@@ -200,7 +209,7 @@ def fit_together(info: EngineInfo, num_engines: int, memory_bytes: int | None) -
 
 
 @contextmanager
-def _all_open(opened: Opened, names: Sequence[str], first: str, settings: Settings) -> Iterator[dict[str, Any]]:
+def _all_open(opened: Opened, names: Sequence[str], first: str, settings: Settings) -> Iterator[dict[str, Engine]]:
     with ExitStack() as stack:
         engines = {first: opened.engine}
         for name in names:
@@ -252,35 +261,41 @@ def bar(text: str, progress: BenchProgress, seconds: float) -> str:
 
 
 def _deliver(
-    reports: tuple[BenchReport, ...],
-    order: str,
+    runs: Sequence[tuple[BenchReport, ...]],
     settings: Settings,
     output: Output,
     wanted: str,
     then: tuple[Document, ...],
+    stopped: BaseException | None,
 ) -> None:
-    """Write the files first, which nobody can interrupt with a closed pipe, then stdout."""
+    """Show and save what was measured. Raises stopped after that."""
     from ling_local.bench import compare, modes_to_json, plot, to_json
 
     output.clear_progress()
-    again = command_line(settings)
+    again, order = command_line(settings), "interleaved" if len(runs) == 1 else "one after the other"
+    reports = [_marked(report, stopped) for run in runs for report in run]
     documents = [to_json(report, again) for report in reports]
     alone = len(documents) == 1
     document = documents[0] if alone else modes_to_json(reports, order, again)
     compared = compare(documents, then, settings["compare"]) if then else None
     if compared:
         document["compared"] = compared
-    save(settings, document)
+    picture = ""
     if settings["plot"] is not None:
         names = [lane_name(document, documents) for document in documents]
         title = f"{reports[0].info.model}, task {reports[0].plan.task}: {reports[0].plan.tokens:,} tokens"
-        write(Path(settings["plot"]).expanduser(), plot(reports, names, title))
+        picture = plot(reports, names, title)
     if wanted in ("json", "csv") or not output.stdout.terminal:  # else a person reads them in the table
         for warning in warnings(documents):
             output.warn(warning)
-    if wanted == "json":
-        output.print_json(document)
-        return
-    output.print(FORMATS[wanted](documents, "" if alone else order, compared))
     if compared and wanted == "csv":
         output.note("\n".join([*compared_lines(compared), aligned(compared_cells(compared), 32, 15)]))
+    text = "" if wanted == "json" else FORMATS[wanted](documents, "" if alone else order, compared)
+    deliver(settings, output, document, text, stopped, picture)
+
+
+def _marked(report: BenchReport, stopped: BaseException | None) -> BenchReport:
+    if stopped is None:
+        return report
+    done = f"{len(report.samples)} of {report.plan.repetitions} repetitions"
+    return replace(report, marks=(*report.marks, stop_mark(stopped, done)))

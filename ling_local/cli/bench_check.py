@@ -7,16 +7,16 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ling_local.cli.bench_files import command_line, save
+from ling_local.cli.bench_files import command_line, deliver, stop_mark
 from ling_local.cli.bench_tables import Cells, aligned, broken, csv_text, machine_lines, markdown, mode_name
 from ling_local.cli.opening import Opened, open_model, open_other, sampling
 from ling_local.cli.output import Output
 from ling_local.engine.protocol import Engine
-from ling_local.errors import UsageError
+from ling_local.errors import LingError, UsageError
 from ling_local.settings import Settings
 
 if TYPE_CHECKING:
-    from ling_local.bench import CheckPlan, CheckProgress
+    from ling_local.bench import CheckPlan, CheckProgress, CheckReport
 
 Row = Mapping[str, Any]
 
@@ -32,20 +32,31 @@ def check_and_print(settings: Settings, output: Output, names: Sequence[str], wa
 
     plan = _plan(settings)
     off = replace(settings, values={**settings.values, "speculation": "off"})
-    with open_model(off, output) as opened:
-        report = run_check(_opener(opened), opened.text_model, plan, drafters, _shower(output))
-    document = check_to_json(report, command_line(settings))
-    save(settings, document)
-    for warning in document["warnings"]:
-        output.warn(warning)
-    if wanted == "json":
-        output.print_json(document)
-    else:
-        output.print({"table": _table, "md": _markdown, "csv": _csv}[wanted](document))
-    for row in document["rows"]:
-        if not row["same"]:
-            output.say(f"ling: {_difference_text(row)}", "red")
-    return report.same
+    known: list[CheckReport] = []
+    stopped: BaseException | None = None
+    try:
+        with open_model(off, output) as opened:
+            show = _shower(output)
+            known.append(run_check(_opener(opened), opened.text_model, plan, drafters, show, known.append))
+    except (KeyboardInterrupt, SystemExit, LingError) as error:
+        if not known:
+            raise
+        stopped = error
+    output.clear_progress()
+    document = check_to_json(known[0], command_line(settings))
+    if stopped:
+        document["marks"].append(stop_mark(stopped, f"{len(document['rows'])} runs"))
+    if wanted in ("json", "csv") or not output.stdout.terminal:  # else a person reads them in the table
+        for warning in document["warnings"]:
+            output.warn(warning)
+    try:
+        formats = {"table": _table, "md": _markdown, "csv": _csv}
+        deliver(settings, output, document, "" if wanted == "json" else formats[wanted](document), stopped)
+    finally:
+        for row in document["rows"]:
+            if not row["same"]:
+                output.say(f"ling: {_difference_text(row)}", "red")
+    return known[0].same
 
 
 def _plan(settings: Settings) -> CheckPlan:
@@ -121,7 +132,8 @@ def _cells(rows: Sequence[Row], show: Callable[[Row], str], off: Callable[[Row],
     for name in dict.fromkeys((row["prompt"], row["sampling"]) for row in rows):
         here = {mode_name(row): row for row in rows if (row["prompt"], row["sampling"]) == name}
         first = next(iter(here.values()))
-        lines.append([f"{name[0]}, {name[1]}", *([off(first)] if off else []), *(show(here[mode]) for mode in modes)])
+        cells = [show(here[mode]) if mode in here else "-" for mode in modes]  # "-": stopped before that
+        lines.append([f"{name[0]}, {name[1]}", *([off(first)] if off else []), *cells])
     return lines
 
 
@@ -151,6 +163,7 @@ def _headline(document: Mapping[str, Any]) -> list[str]:
         f"{run['tokens']} tokens a prompt; sampled: temperature {sampled['temperature']:g}, top-k {sampled['top_k']}, "
         f"top-p {sampled['top_p']:g}, seed {sampled['seed']}",
         f"with drafts and without: {verdict}",
+        *(f"  - {warning}" for warning in document["warnings"]),
     ]
 
 

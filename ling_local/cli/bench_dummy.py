@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ling_local.cli.bench_files import command_line, save
-from ling_local.cli.bench_tables import Cells, aligned, csv_text, markdown
+from ling_local.cli.bench_files import command_line, deliver
+from ling_local.cli.bench_tables import Cells, aligned, cpu_line, csv_text, made_lines, markdown
 from ling_local.cli.opening import model_spec
 from ling_local.cli.output import Output
 from ling_local.errors import UsageError
@@ -23,6 +23,8 @@ def check_dummy_flags(settings: Settings) -> None:
             if not settings.is_default(name):
                 raise UsageError(f"{TABLE[name].flag} is for --dummy", "Give --dummy tiny or --dummy flash.")
         return
+    if settings["breakdown"] and settings["modes"] is not None:
+        raise UsageError("--breakdown times steps of one model", "Give --speculation NAME in place of --modes.")
     if settings["task"] == "chat" or settings["check"]:
         what = "--check" if settings["check"] else "--task chat"
         raise UsageError(f"{what} needs a model that can talk, and a dummy cannot", "Leave --dummy or that flag away.")
@@ -35,19 +37,20 @@ def print_breakdown(settings: Settings, output: Output, wanted: str) -> bool:
     spec, settings = model_spec(settings)
     document = run_breakdown(spec, settings["prompt_tokens"] or 8192, output.progress, command_line(settings))
     output.clear_progress()
-    save(settings, document)
-    if wanted == "json":
-        output.print_json(document)
-    else:
-        output.print(FORMATS[wanted](document))
+    deliver(settings, output, document, "" if wanted == "json" else FORMATS[wanted](document))
     return True
 
 
 def _head(document: Mapping[str, Any]) -> list[str]:
-    marks = [f"[{mark}]" for mark in document["marks"]]
     bandwidth = f"copy bandwidth measured: {document['copy_bandwidth'] / 1e12:.3f} TB/s"
-    rule = "each op captured once for each of its calls in a step, weights cold, time of a replay"
-    return [*marks, f"{document['device']}, {document['context']:,} tokens of context, {bandwidth}", rule]
+    return [
+        *(f"[{mark}]" for mark in document["marks"]),
+        f"ling {document['ling']}: {document['model']}, {document['dtype']} on {document['device']}",
+        cpu_line(document["machine"], document["torch"]),
+        *made_lines(document),
+        f"{document['context']:,} tokens of context, {bandwidth}",
+        "each op captured once for each of its calls in a step, weights cold, time of a replay",
+    ]
 
 
 def _cells(step: Mapping[str, Any]) -> Cells:
@@ -61,7 +64,7 @@ def _cells(step: Mapping[str, Any]) -> Cells:
                 str(row["launches"]),
                 f"{row['bytes'] / 1e6:.2f}",
                 f"{row['microseconds']:.1f}",
-                f"{rate:.2f}",
+                f"{rate:.3f}",
                 f"{100 * row['share']:.0f} %",
                 f"{row['floor_us']:.1f}",
             ]
@@ -72,7 +75,8 @@ def _cells(step: Mapping[str, Any]) -> Cells:
 def _title(step: Mapping[str, Any]) -> str:
     drafts = f" and {step['drafts']} drafts made" if step["drafts"] else ""
     whole = f"the whole step takes {step['step_us']:.1f} us"
-    return f"{step['rows']} rows{drafts}: {whole}, its ops one by one {step['total']['microseconds']:.1f} us"
+    rows = "1 row" if step["rows"] == 1 else f"{step['rows']} rows"
+    return f"{rows}{drafts}: {whole}, its ops one by one {step['total']['microseconds']:.1f} us"
 
 
 def _table(document: Mapping[str, Any]) -> str:

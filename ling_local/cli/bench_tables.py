@@ -75,22 +75,29 @@ def machine_lines(document: Document, documents: Sequence[Document] = ()) -> lis
     """
     model, machine = document["model"], document["machine"]
     size = f", {model['parameters'] / 1e6:,.1f} M parameters" if model["parameters"] else ""
-    torch = f", torch {machine['torch']}" if machine["torch"] else ""
     engines = _engines(document, *documents)
     context = f", context {document['run']['context_limit']:,}" if "run" in document else ""
-    cpu = f"{machine['cpu']}, {machine['cpus']} CPUs, {_gib(machine['memory_bytes'])}"
     lines = [
         *(f"[{mark}]" for mark in document["marks"]),
         f"ling {document['ling']}: {model['id']}{size}, {model['dtype']}{engines} on {machine['device']}{context}",
-        f"machine: {cpu}; {machine['platform']}; Python {machine['python']}{torch}",
+        cpu_line(machine, machine["torch"]),
     ]
     if machine["gpu"]:
         lines.append(f"GPU: {_gpu_text(machine)}")
-    if document.get("at"):  # files of older versions have no time
-        lines.append(f"at: {document['at'].replace('T', ' ').replace('Z', ' UTC')}")
-    if document["command"]:
-        lines.append(f"again: {document['command']}")
-    return lines
+    return [*lines, *made_lines(document)]
+
+
+def cpu_line(machine: Mapping[str, Any], torch: str | None) -> str:
+    """What it ran on, a GPU apart."""
+    cpu = f"{machine['cpu']}, {machine['cpus']} CPUs, {_gib(machine['memory_bytes'])}"
+    version = f", torch {torch}" if torch else ""
+    return f"machine: {cpu}; {machine['platform']}; Python {machine['python']}{version}"
+
+
+def made_lines(document: Document) -> list[str]:
+    """When it was made, and how to make it again."""
+    at = document["at"].replace("T", " ").replace("Z", " UTC")
+    return [f"at: {at}", *([f"again: {document['command']}"] if document["command"] else [])]
 
 
 def _engines(*documents: Document) -> str:
@@ -118,10 +125,12 @@ def _gpu_text(machine: Mapping[str, Any]) -> str:
 def _run_line(document: Document, order: str) -> str:
     run = document["run"]
     sampled = f"sampled at temperature {run['temperature']:g}, top-k {run['top_k']}, top-p {run['top_p']:g}"
+    prompts = sorted({sample["prompt_tokens"] for sample in document["samples"]})
+    exact = f"exactly {run['tokens']:,} tokens x {len(document['samples'])}"
     parts = [
         f"run: task {run['task']}",
-        f"{run['prompt_tokens']:,} prompt tokens",
-        f"exactly {run['tokens']:,} tokens x {run['repetitions']}" if run["exact"] else "fewer tokens than asked for",
+        f"{' to '.join(f'{number:,}' for number in dict.fromkeys((prompts[0], prompts[-1])))} prompt tokens",
+        exact if run["exact"] else "fewer tokens than asked for",
         f"warm-up {run['warmup']}",
         f"{sampled if run['temperature'] else 'greedy'}, seed {run['seed']}",
     ]
@@ -184,7 +193,7 @@ def _conclusions(documents: Sequence[Document]) -> Iterator[str]:
     answer = documents[0]["answer"]
     record, made = answer["record"], f"{documents[0]['run']['tokens']:,}"
     how = "as measured" if answer["measured"] else f"from {made} tokens: TTFT + {answer['tokens'] - 1:,} x TPOT"
-    here = ", ".join(f"{lane_name(d, documents)} {number(d['answer']['seconds'])} s" for d in documents)
+    here = ", ".join(f"{lane_name(d, documents)} {_seconds(d['answer']['seconds'])}" for d in documents)
     rows = ", ".join(f"{row['name']} {row['seconds']:g} s" for row in record["rows"])
     yield f"a {answer['tokens']:,}-token answer here: {here} ({how})"
     yield f"  elsewhere: {rows} ({record['machine']}; {answer['tokens']:,} x TPOT)"
@@ -201,6 +210,10 @@ def _conclusions(documents: Sequence[Document]) -> Iterator[str]:
         yield from (f"  - {doubt}" for doubt in doubts)
     else:
         yield f"believe it? Nothing speaks against it: {facts}"
+
+
+def _seconds(value: float | None) -> str:
+    return "unknown" if value is None else f"{number(value)} s"
 
 
 def _faster(document: Document, documents: Sequence[Document]) -> Iterator[str]:
@@ -294,6 +307,7 @@ def _csv_rows(document: Document) -> list[dict[str, Any]]:
         "block": model["block"],
         "marks": "; ".join(document["marks"]),
         "warnings": "; ".join(document["warnings"]),
+        "command": document["command"],
     }
     return [{**run, "repetition": index, **sample} for index, sample in enumerate(document["samples"], 1)]
 

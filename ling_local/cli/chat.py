@@ -163,7 +163,7 @@ def _ask(opened: Opened, output: Output, text: str) -> None:
             stream(opened, request, answer, screen.take)
         finally:
             screen.end()
-        if not answer.text(Channel.ANSWER, Channel.TOOL) and answer.finish == FinishReason.LENGTH.value:
+        if not answer.text(Channel.ANSWER) and answer.finish == FinishReason.LENGTH.value:
             output.warn("no answer: the limit came while the model was thinking (--max-tokens, --no-think)")
     if settings["stats"]:
         output.say(stats_line(answer.stats), "dim")

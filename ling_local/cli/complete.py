@@ -57,7 +57,7 @@ def command(
             output.print_json({**_head(), "text": "", "finish": FinishReason.LENGTH.value})
         return
     with open_model(settings, output) as opened:
-        request = _request(opened.settings, text.text, instruct, sampling(opened.settings))
+        request = _request(opened.settings, text, instruct, sampling(opened.settings))
         shown = Shown(output, text.crlf)
         try:
             stream(opened, request, answer, shown.take)
@@ -79,7 +79,7 @@ def _input(file: Path | None, settings: Settings, output: Output) -> Cleaned:
     if file is not None and prompt is not None:
         raise UsageError("both FILE and --prompt are given", "Give one of them.")
     if prompt is not None:
-        cleaned = Cleaned(prompt)
+        cleaned = read_text(prompt.encode(), "the prompt")
     elif file is not None and str(file) != "-":
         cleaned = read_text(_read_file(file), str(file))
     else:
@@ -101,13 +101,15 @@ def _read_file(file: Path) -> bytes:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from None
 
 
-def _request(settings: Settings, text: str, instruct: bool, params: SamplingParams) -> Request:
-    limit = settings["max_tokens"]
+def _request(settings: Settings, text: Cleaned, instruct: bool, params: SamplingParams) -> Request:
+    limit, stop = settings["max_tokens"], settings["stop"]
+    if text.crlf:  # the model sees LF only, and so should who looks for the end
+        stop = tuple(item.replace("\r\n", "\n") for item in stop)
     return Request(
-        prompt=(Message("user", _INSTRUCTION + text),) if instruct else text,
+        prompt=(Message("user", _INSTRUCTION + text.text),) if instruct else text.text,
         sampling=params,
         max_tokens=DEFAULT_MAX_TOKENS if limit is None else limit,
-        stop=settings["stop"],
+        stop=stop,
         thinking=False,
         code_stop=settings["until"] == "block" and not instruct,
         draft=settings["speculation"] != "off",

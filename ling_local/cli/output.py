@@ -156,11 +156,11 @@ class Output:
             self.print_json({**self.extra, "error": body}, one_line="event" in self.extra)
 
     def _to_stderr(self, text: str) -> None:
-        # Whoever closed stderr does not want to hear from us; that must not end the work on stdout.
+        # Closed, or a log file on a full disk: what we say there is lost, and that must not end the work itself.
         try:
             sys.stderr.buffer.write(text.encode("utf-8", "backslashreplace"))
             sys.stderr.buffer.flush()
-        except (BrokenPipeError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError):
             pass
 
 

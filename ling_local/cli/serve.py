@@ -61,8 +61,11 @@ def command(context: typer.Context) -> None:
 def _check(settings: Settings) -> None:
     if settings["api_key"] is not None and not settings["api_key"].strip():
         raise UsageError("the API key is empty", "Give one that is hard to guess, or none.")
-    if "*" in settings["allow_origin"]:
-        raise UsageError("--allow-origin '*' would let every web page use the model", "Name the pages' origins.")
+    for origin in settings["allow_origin"]:
+        if origin == "*":
+            raise UsageError("--allow-origin '*' would let every web page use the model", "Name the pages' origins.")
+        if "://" not in origin:
+            raise UsageError(f"--allow-origin {origin}: not an origin", "Write it like http://localhost:3000.")
 
 
 def _serve(opened: Opened, output: Output, bound: socket.socket, address: str) -> None:

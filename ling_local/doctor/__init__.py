@@ -184,8 +184,8 @@ def _network(settings: Settings | None) -> Iterator[Check]:
 
 
 def _engines() -> Iterator[Check]:
-    here = [name for name in ("sglang", "fla") if importlib.util.find_spec(name) is not None]
-    yield Check("optional engines", Status.PASS, ", ".join(here) or "none installed; none is needed")
+    here = importlib.util.find_spec("sglang") is not None
+    yield Check("optional engines", Status.PASS, "sglang" if here else "none installed; none is needed")
 
 
 def _terminal(terminal: bool) -> Iterator[Check]:

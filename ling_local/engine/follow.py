@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from ling_kernels.exchange import PeerTimeout
+from ling_local.engine.pinning import no_collection
 from ling_local.errors import EngineDied, ExchangeTimeout
 
 # the methods of work.py that a rank calls when told
@@ -56,25 +57,25 @@ def follow(engine: Follower, connection: Connection) -> None:
     """Do what rank 0 says until its pipe closes. Raises what a method raises: this rank is then out of step."""
     gc.collect()
     gc.freeze()
-    gc.disable()  # a collection between two launches would keep every rank waiting
-    busy = False
-    while True:
-        if not connection.poll(IDLE_S):
+    with no_collection():  # one between two launches would keep every rank waiting
+        busy = False
+        while True:
+            if not connection.poll(IDLE_S):
+                engine.check_peers()
+                if busy:
+                    gc.collect()
+                busy = False
+                continue
+            try:
+                name, args = _read(connection)
+            except (EOFError, OSError):
+                return
+            busy = True
+            if name not in METHODS:
+                raise ValueError(f"rank 0 asked for {name!r}")
+            with told():
+                getattr(engine, name)(*args)
             engine.check_peers()
-            if busy:
-                gc.collect()
-            busy = False
-            continue
-        try:
-            name, args = _read(connection)
-        except (EOFError, OSError):
-            return
-        busy = True
-        if name not in METHODS:
-            raise ValueError(f"rank 0 asked for {name!r}")
-        with told():
-            getattr(engine, name)(*args)
-        engine.check_peers()
 
 
 @contextmanager

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ling_kernels.ops import ERROR_NON_FINITE, ROW_TILE, STOPPED_EOS, STOPPED_LENGTH
 from ling_local.engine.gpu import errors_in_words
+from ling_local.engine.pinning import no_collection
 from ling_local.engine.state import is_greedy
 from ling_local.engine.width import WidthRule
 from ling_local.errors import NonFinite
@@ -37,18 +36,6 @@ class RingEntry(NamedTuple):
     ids: tuple[int, ...]
     confidence: tuple[float, ...]  # of the drafts made at the step's end
     gpu_s: float = 0.0  # that the step took by the GPU's clock
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """No garbage collection inside: one takes longer than several steps, and the launching thread must keep up."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 class NativeGeneration:

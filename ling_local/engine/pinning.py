@@ -1,8 +1,11 @@
-"""A core of its own for the thread that launches, near its GPU: a launcher that is moved or shares a core is late."""
+"""What keeps the launching thread on time: a core of its own near its GPU, and no garbage collection meanwhile."""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PCI = Path("/sys/bus/pci/devices")
@@ -54,3 +57,15 @@ def pin_launcher(rank: int, size: int, bus_id: str) -> int | None:
     except (OSError, AttributeError):  # refused, or a system without
         return None
     return cpu
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection inside: one takes longer than several steps, and the launching thread must keep up."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ class Answer:
                 pass
             async for _ in self._deltas(ticket):
                 pass
-            response = JSONResponse(self._document())
+            response = Document(self._document())
         except _Left:
             raise
         except Exception as error:
@@ -178,7 +179,15 @@ async def _watch(receive: Receive, ticket: Ticket) -> None:
     ticket.leave()
 
 
-def error_response(error: BaseException) -> JSONResponse:
+class Document(JSONResponse):
+    """A JSON document. Half of a surrogate pair, which JSON can spell and UTF-8 cannot, stays the escape it came as."""
+
+    def render(self, content: Any) -> bytes:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")
+
+
+def error_response(error: BaseException) -> Document:
     """A failure in OpenAI's shape."""
     told = from_exception(error)
-    return JSONResponse(told.body(), told.status, told.headers)
+    return Document(told.body(), told.status, told.headers)

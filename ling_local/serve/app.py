@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from ling_local.errors import LingError
 from ling_local.serve import shapes
-from ling_local.serve.answer import Answer, error_response
+from ling_local.serve.answer import LEFT, Answer, Document, error_response
 from ling_local.serve.errors import ApiError
 from ling_local.serve.guard import Gate, Guard, read_body, with_origins
 from ling_local.serve.service import Service, fresh_seed
@@ -41,13 +40,14 @@ def make_app(service: Service, gate: Gate, origins: tuple[str, ...] = ()) -> ASG
 
 def _asked(service: Service, read: Reader) -> Callable[[Request], Any]:
     async def answer(request: Request) -> Any:
-        service.ready()
         try:
+            service.ready()
             body = read_json(await read_body(request))
             check_model(body, service.names)
             call = read(body, service.settings, fresh_seed())
-            return Answer(service, *await asyncio.to_thread(service.prepare, call))
+            return Answer(service, *await service.prepare(call))
         except ClientDisconnect:
+            request.scope[LEFT] = True
             return Response(status_code=400)  # nobody reads it
         except Exception as error:
             service.failed(error)
@@ -57,11 +57,17 @@ def _asked(service: Service, read: Reader) -> Callable[[Request], Any]:
 
 
 def _health(service: Service) -> Callable[[Request], Any]:
-    async def health(request: Request) -> JSONResponse:
-        slot = service.slot
-        status = "stopping" if slot.is_closed else "loading" if service.info is None else "ok"
+    async def health(request: Request) -> Document:
+        slot, status = service.slot, "ok"
+        try:
+            service.ready()
+        except ApiError as error:
+            status = str(error.code)  # loading, stopping
+        except LingError as error:
+            service.failed(error)
+            status = "failed"
         document = {"status": status, "model": service.names[0], "busy": slot.is_busy, "waiting": slot.num_waiting}
-        return JSONResponse(document, 200 if status == "ok" else 503)
+        return Document(document, 200 if status == "ok" else 503)
 
     return health
 
@@ -71,25 +77,25 @@ def _entry(service: Service) -> dict[str, Any]:
 
 
 def _models(service: Service) -> Callable[[Request], Any]:
-    async def models(request: Request) -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [_entry(service)]})
+    async def models(request: Request) -> Document:
+        return Document({"object": "list", "data": [_entry(service)]})
 
     return models
 
 
 def _model(service: Service) -> Callable[[Request], Any]:
-    async def model(request: Request) -> JSONResponse:
+    async def model(request: Request) -> Document:
         check_model({"model": request.path_params["name"]}, service.names)
-        return JSONResponse(_entry(service))
+        return Document(_entry(service))
 
     return model
 
 
-async def _told(request: Request, error: Exception) -> JSONResponse:
+async def _told(request: Request, error: Exception) -> Document:
     return error_response(error)
 
 
-async def _http_error(request: Request, error: HTTPException) -> JSONResponse:
+async def _http_error(request: Request, error: HTTPException) -> Document:
     """No such path, or not by this method."""
     if error.status_code == 404:
         message = (

@@ -21,6 +21,7 @@ from ling_local.types import Stats
 MAX_BODY_BYTES = 16 * 2**20
 BODY_S = 30.0
 OPEN_PATHS = frozenset({"/health"})
+_PATH_CHARS = 200  # of a path in the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,8 @@ class Gate:
         if self.key is None or path in OPEN_PATHS:
             return
         kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self.key.encode()):
+        key = self.key.strip().encode("utf-8", "surrogateescape")
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), key):
             message = "the API key is wrong" if given else "an API key is needed: Authorization: Bearer KEY"
             raise ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
@@ -53,7 +55,7 @@ class Gate:
         """A web page can make a browser send anything to us, but not with a Host that is no name of its own: under
         another name than ours, its own name has been pointed at this machine."""
         name = _name_of(host).lower().rstrip(".")
-        if name == "localhost" or name in {known.lower() for known in self.hosts}:
+        if name == "localhost" or {name, host.lower()} & {known.lower() for known in self.hosts}:
             return True
         try:
             address = ipaddress.ip_address(name)
@@ -103,7 +105,7 @@ class Guard:
 def log_line(scope: Scope, status: int, took_s: float) -> str:
     """`14:03:59 POST /v1/chat/completions 200 0.41 s · 512 in (490 cached) · 64 out · TTFT 21 ms · accept 2.31`."""
     ended = "left" if scope.get(LEFT) else str(status)
-    parts = [f"{time.strftime('%H:%M:%S')} {scope['method']} {scope['path']} {ended} {took_s:.2f} s"]
+    parts = [f"{time.strftime('%H:%M:%S')} {scope['method']} {scope['path'][:_PATH_CHARS]} {ended} {took_s:.2f} s"]
     stats = scope.get(FIGURES)
     if isinstance(stats, Stats):
         parts += [f"{stats.prompt_tokens} in ({stats.cached_tokens} cached)", f"{stats.tokens} out"]
@@ -143,5 +145,10 @@ def with_origins(app: ASGIApp, origins: Sequence[str]) -> Any:
         return app
     from starlette.middleware.cors import CORSMiddleware
 
-    methods, headers = ["GET", "POST"], ["authorization", "content-type"]
-    return CORSMiddleware(app, allow_origins=list(origins), allow_methods=methods, allow_headers=headers)
+    return CORSMiddleware(
+        app,
+        allow_origins=[origin.rstrip("/") for origin in origins],
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],  # the openai client has a dozen of its own
+        expose_headers=["Retry-After"],
+    )

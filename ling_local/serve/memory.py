@@ -22,7 +22,10 @@ class _Said:
 
 
 class Memory:
-    """Turns of this server's own making. The oldest go when there are more than `max_ids` ids in all."""
+    """Turns of this server's own making. The oldest go when there are more than `max_ids` ids in all.
+
+    Used in the event loop's thread only.
+    """
 
     def __init__(self, max_ids: int) -> None:
         self._max_ids = max_ids

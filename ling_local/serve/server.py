@@ -23,7 +23,7 @@ _END_S = 3  # for the last bytes of cancelled answers
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that holds the port; nobody is let in yet. Raises UsageError, or LingError where it is not to be had."""
+    """A socket that holds the port; who comes waits. Raises UsageError, or LingError where it is not to be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -35,6 +35,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.listen()  # until then another server could bind the same port
     except OSError as error:
         bound.close()
         raise _not_bound(host, port, error) from None
@@ -76,14 +77,17 @@ class _Server(uvicorn.Server):
 
 
 class _Log(logging.Handler):
-    """Uvicorn's own warnings, as lines of ours."""
+    """Uvicorn's own warnings, as lines of ours, with the trace of what nobody foresaw."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._say(f"ling: {record.getMessage()}")
+        error = record.exc_info[1] if record.exc_info else None
+        is_upgrade = record.getMessage().startswith(("Unsupported upgrade", "No supported WebSocket"))
+        if not is_upgrade and not isinstance(error, asyncio.CancelledError):  # cancelled: its time was up at the end
+            self._say(f"ling: {self.format(record).rstrip()}")
 
 
 class Host:

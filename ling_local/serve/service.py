@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from ling_local import __version__
 from ling_local.engine.protocol import Engine, EngineInfo
-from ling_local.errors import EngineDied, LingError, UsageError, context_too_long
-from ling_local.generate import TextModel, generate
+from ling_local.errors import EngineDied, LingError, UsageError
+from ling_local.generate import TextModel, check_prompt, generate
 from ling_local.serve.errors import ApiError, retry_later, stopping
 from ling_local.serve.memory import Memory
 from ling_local.serve.shapes import Head
@@ -54,12 +54,12 @@ class Service:
         self.info = info
 
     def ready(self) -> EngineInfo:
-        """What is loaded. Raises ApiError while nothing is, and when the server is stopping."""
+        """What is loaded. Raises ApiError while nothing is and when the server is stopping, EngineDied."""
         if self.slot.is_closed:
             raise stopping()
         if self.info is None:
             raise retry_later("the model is still loading", "loading", _LOAD_RETRY_S)
-        return self.info
+        return self.engine.info
 
     def head(self, call: Call) -> Head:
         """Name and number of the next answer."""
@@ -68,19 +68,17 @@ class Service:
         fingerprint = f"ling-{__version__}-{info.dtype}-{info.device}"
         return Head(f"{kind}-{uuid.uuid4().hex}", int(time.time()), self.names[0], fingerprint, call.is_chat)
 
-    def prepare(self, call: Call) -> tuple[Call, tuple[int, ...]]:
-        """The call with what its earlier turns were made of, and its ids. Takes time: not for the event loop.
+    async def prepare(self, call: Call) -> tuple[Call, tuple[int, ...]]:
+        """The call with what its earlier turns were made of, and its ids.
 
         Raises ContextTooLong, UsageError, ModelError: before a place in the queue is taken.
         """
         prompt = call.request.prompt
         if not isinstance(prompt, str):
             call = replace(call, request=replace(call.request, prompt=self.memory.recall(prompt)))
-        ids = tuple(self.text_model.encode(call.request))
-        limit = self.ready().context_limit
-        if len(ids) >= limit:
-            raise context_too_long(len(ids), limit)
-        return call, ids
+        ids = await asyncio.to_thread(self.text_model.encode, call.request)  # takes time: not for the event loop
+        check_prompt(ids, self.ready().context_limit)
+        return call, tuple(ids)
 
     def failed(self, error: BaseException) -> None:
         """Write to the log what the client was told, and the trace of what nobody foresaw. The engine's end is ours."""

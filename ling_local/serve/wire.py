@@ -63,8 +63,10 @@ def read_json(data: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises ApiError."""
     try:
         body = json.loads(data)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise bad_request(f"the body is not valid JSON: {error}", None, "invalid_json") from None
+    except RecursionError:
+        raise bad_request("the body is nested too deeply", None, "invalid_json") from None
     if not isinstance(body, dict):
         raise bad_request("the body is not a JSON object", None, "invalid_json")
     return {name: value for name, value in body.items() if value is not None}  # null: not given
@@ -82,15 +84,15 @@ def read_chat(body: Mapping[str, Any], settings: Settings, seed: int) -> Call:
     """A chat completion. seed is taken where the request has none. Raises ApiError."""
     _check_fields(body, _CHAT)
     tools = _tools(body)
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    thinking = _thinking(body, settings["think"])
+    named = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    budget = body.get("think_budget", settings["think_budget"])
     request = Request(
         prompt=_messages(body),
         sampling=_sampling(body, settings, seed),
-        max_tokens=settings["max_tokens"] if limit is None else _whole("max_tokens", limit),
+        max_tokens=_number(named, body[named], "max_tokens") if named in body else settings["max_tokens"],
         stop=_stop(body, settings),
-        thinking=thinking,
-        think_budget=_whole("think_budget", body.get("think_budget", settings["think_budget"])),
+        thinking=_thinking(body, settings["think"]),
+        think_budget=None if budget is None else _number("think_budget", budget),
         draft=settings["speculation"] != "off",
         tools=tools,
     )
@@ -110,7 +112,7 @@ def read_completion(body: Mapping[str, Any], settings: Settings, seed: int) -> C
     request = Request(
         prompt=check_text(prompt),
         sampling=_sampling(body, settings, seed),
-        max_tokens=COMPLETION_TOKENS if limit is None else _whole("max_tokens", limit),
+        max_tokens=COMPLETION_TOKENS if limit is None else _number("max_tokens", limit),
         stop=_stop(body, settings),
         draft=settings["speculation"] != "off",
     )
@@ -144,7 +146,9 @@ def _streaming(body: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def _flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = body.get(name, default)
+    value = body.get(name)
+    if value is None:
+        return default
     if not isinstance(value, bool):
         raise bad_request(f"{name} is neither true nor false", name)
     return value
@@ -160,10 +164,6 @@ def _number(name: str, value: Any, setting: str = "") -> Any:
         return check(row, float(value) if row.kind == "float" else value, name)
     except (UsageError, OverflowError) as error:
         raise bad_request(str(error), name) from None
-
-
-def _whole(name: str, value: Any) -> int | None:
-    return None if value is None else _number(name, value)
 
 
 def _sampling(body: Mapping[str, Any], settings: Settings, seed: int) -> SamplingParams:
@@ -217,8 +217,10 @@ def _tools(body: Mapping[str, Any]) -> tuple[str, ...]:
             raise bad_request(f"tool {number} is not of type 'function'", "tools")
         if not isinstance(function.get("name"), str) or not function["name"]:
             raise bad_request(f"tool {number} has no name", "tools")
-        if not isinstance(function.get("parameters", {}), dict | type(None)):
-            raise bad_request(f"tool {number}: parameters is not an object", "tools")
+        schema = function.get("parameters")
+        schema = {} if schema is None else schema
+        if not isinstance(schema, dict) or not isinstance(schema.get("properties") or {}, dict):
+            raise bad_request(f"tool {number}: parameters is not a JSON schema of an object", "tools")
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         message = "tool_choice can be 'auto' or 'none': the model cannot be forced to make a call"
@@ -237,8 +239,10 @@ def _messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
             raise bad_request(f"message {number}: tool_calls is not a list", "messages")
     try:
         return messages_from_openai([_readable(item) for item in _results_in_order(items)])
-    except (UsageError, RecursionError) as error:
-        raise bad_request(str(error) or "messages are nested too deeply", "messages") from None
+    except UsageError as error:
+        raise bad_request(str(error), "messages") from None
+    except RecursionError:
+        raise bad_request("messages are nested too deeply", "messages") from None
 
 
 def _results_in_order(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

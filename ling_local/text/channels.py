@@ -10,34 +10,43 @@ from typing import Any, NoReturn
 
 from ling_local.errors import ModelError
 from ling_local.text.clean import check_text
+from ling_local.text.tags import (
+    CALL,
+    CALL_END,
+    KEY,
+    KEY_END,
+    THINK,
+    THINK_END,
+    TURN_END,
+    VALUE,
+    VALUE_END,
+    held_length,
+    pattern,
+)
 from ling_local.types import Channel, Message, ToolCall
 
 Pieces = list[tuple[Channel, str]]
 
-_TURN_END = "<|role_end|>"
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
-_THINK, _THINK_END = "<think>", "</think>"
 # A newline before a call is the template's separator, so it goes with the call and not with the answer.
-_TAGS = {
-    Channel.THINKING: (_THINK_END, _CALL, "\n" + _CALL),
-    Channel.ANSWER: (_CALL, "\n" + _CALL),
-    Channel.TOOL: (_CALL_END,),
-}
-_LEADING = (_THINK, _THINK_END)  # tags of an answer's very start: thinking opened or closed once more
+_OPENING = (CALL, "\n" + CALL)
+_CLOSING = {Channel.THINKING: (THINK_END,), Channel.ANSWER: (), Channel.TOOL: (CALL_END,)}
+_LEADING = (THINK, THINK_END)  # tags of an answer's very start: thinking opened or closed once more
 
 
 class Channels:
     """Splits generated text as it streams in. The joined text of each channel is the same for any split.
 
+    has_calls False: no tool was offered, so <tool_call> is text like any other; someone may have asked about it.
+
     Thinking ends at </think>, or at <tool_call> where the closing tag is missing; the answer's leading newlines
     after </think> are dropped, as the template does. Tool calls come with their tags and the blanks around
     them, piece by piece, in the channel TOOL; complete ones are in `calls`. Text after a call is answer. No
     text is lost but think tags and those newlines. <|role_end|> spelt out as the very last text ends the turn:
-    it is not shown and sets `ended`; followed by more text it is an ordinary quote.
+    it is not shown; followed by more text it is an ordinary quote.
     """
 
-    def __init__(self, first: Channel) -> None:
-        self.ended = False
+    def __init__(self, first: Channel, *, has_calls: bool = True) -> None:
+        self._has_calls = has_calls
         self._channel = first
         self._held = ""  # a suffix of the stream that may be the beginning of a tag, shorter than the longest
         self._blank: list[str] = []  # blanks after a call: part of the calls, or of an answer that follows
@@ -63,7 +72,7 @@ class Channels:
         data, at = self._held + text, 0
         while True:
             tags = self._tags()
-            found = _pattern(tags).search(data, at)
+            found = pattern(tags).search(data, at)
             if found is None:
                 break
             self._plain(data[at : found.start()], out)
@@ -72,7 +81,7 @@ class Channels:
                 at = found.end()
             else:
                 at = found.start()
-        keep = _held_length(data, at, self._tags())
+        keep = held_length(data, at, (*self._tags(), TURN_END))
         self._plain(data[at : len(data) - keep], out)
         self._held = data[len(data) - keep :] if keep else ""
         return out
@@ -81,9 +90,7 @@ class Channels:
         """What was still held back, at the end of the stream."""
         out: Pieces = []
         held, self._held = self._held, ""
-        if held == _TURN_END:
-            self.ended = True
-        else:
+        if held != TURN_END:
             self._plain(held, out)
         self._add(Channel.TOOL, "".join(self._blank), out)
         self._blank.clear()
@@ -91,7 +98,8 @@ class Channels:
 
     def _tags(self) -> tuple[str, ...]:
         leading = _LEADING if self._channel is Channel.ANSWER and self._fresh else ()
-        return _TAGS[self._channel] + leading
+        opening = _OPENING if self._has_calls and self._channel is not Channel.TOOL else ()
+        return _CLOSING[self._channel] + opening + leading
 
     def _plain(self, text: str, out: Pieces) -> None:
         """Text without tags, into the channel at hand."""
@@ -120,12 +128,12 @@ class Channels:
             self._strip = False
         self._add(Channel.TOOL, "".join(self._blank), out)
         self._blank.clear()
-        if tag == _THINK:
+        if tag == THINK:
             self._channel = Channel.THINKING
-        elif tag == _THINK_END:
+        elif tag == THINK_END:
             self._channel, self._strip = Channel.ANSWER, True
             self._fresh, self._after_call = False, False
-        elif tag == _CALL_END:
+        elif tag == CALL_END:
             self._add(Channel.TOOL, tag, out)
             self._calls.append("".join(self._call) + tag)
             self._call.clear()
@@ -133,7 +141,7 @@ class Channels:
         else:
             self._add(Channel.TOOL, tag, out)
             self._channel = Channel.TOOL
-            self._call.append(_CALL)
+            self._call.append(CALL)
 
     @staticmethod
     def _add(channel: Channel, text: str, out: Pieces) -> None:
@@ -145,23 +153,7 @@ class Channels:
             out.append((channel, text))
 
 
-@lru_cache(maxsize=16)
-def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, tags)))
-
-
-def _held_length(data: str, start: int, tags: tuple[str, ...]) -> int:
-    """How much of the end of data[start:] may still become a tag, or is (the beginning of) the turn's end."""
-    for length in range(min(len(data) - start, len(_TURN_END)), 0, -1):
-        suffix = data[-length:]
-        if _TURN_END.startswith(suffix) or any(tag.startswith(suffix) for tag in tags):
-            return length
-    return 0
-
-
 _NAME = re.compile(r"\s*(?:<tool_call>)?\s*(.*?)(?=\s|<arg_key>|</tool_call>|\Z)", re.DOTALL)
-_KEY, _KEY_END = "<arg_key>", "</arg_key>"
-_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 
 
 def parse_tool_call(text: str, tools: Sequence[str] = ()) -> ToolCall:
@@ -177,31 +169,33 @@ def parse_tool_call(text: str, tools: Sequence[str] = ()) -> ToolCall:
     types = argument_types(tools, name)
     arguments: dict[str, Any] = {}
     at = head.end() if head else 0
-    while (key_at := text.find(_KEY, at)) >= 0:
-        key, at = _until(text, key_at + len(_KEY), _KEY_END)
-        value_at = text.find(_VALUE, at)
+    while (key_at := text.find(KEY, at)) >= 0:
+        key, at = _until(text, key_at + len(KEY), KEY_END)
+        value_at = text.find(VALUE, at)
         if value_at < 0 or text[at:value_at].strip():  # a key that has no value of its own
             continue
-        value, at = _until(text, value_at + len(_VALUE), _VALUE_END)
-        arguments[key.strip()] = read_value(value, types.get(key.strip()))
+        value, at = _until(text, value_at + len(VALUE), VALUE_END)
+        arguments[key.strip()] = read_value(value, types.get(key.strip(), ()))
     return ToolCall(check_text(name), check_text(json.dumps(arguments, ensure_ascii=False)))
 
 
-def reads_as(text: str, first: Channel, turn: Message, tools: Sequence[str] = ()) -> bool:
-    """The text of a whole turn, as generated, says what the message says: thinking, answer and calls."""
-    channels = Channels(first)
+def reads_as(text: str, first: Channel, turn: Message, tools: Sequence[str] = ()) -> Channel | None:
+    """Where the text of a whole turn ends, if it says, as generated, what the message says: thinking, answer, calls."""
+    channels = Channels(first, has_calls=bool(tools or turn.tool_calls))
     said = dict.fromkeys(Channel, "")
     for channel, piece in [*channels.push(text), *channels.close()]:
         said[channel] += piece
     if said[Channel.ANSWER] != turn.content:
-        return False
+        return None
     if said[Channel.THINKING].strip("\n") != (turn.reasoning or "").strip("\n"):
-        return False
+        return None
     try:
         calls = [parse_tool_call(call, tools) for call in channels.calls]
     except ModelError:
-        return False
-    return said[Channel.TOOL].count(_CALL) == len(turn.tool_calls) and _meanings(calls) == _meanings(turn.tool_calls)
+        return None
+    if said[Channel.TOOL].count(CALL) != len(turn.tool_calls) or _meanings(calls) != _meanings(turn.tool_calls):
+        return None
+    return channels.channel
 
 
 def _meanings(calls: Sequence[ToolCall]) -> list[tuple[str, Any]]:
@@ -213,12 +207,11 @@ def _until(text: str, start: int, end: str) -> tuple[str, int]:
     stop = text.find(end, start)
     if stop >= 0:
         return text[start:stop], stop + len(end)
-    return text[start:].removesuffix(_CALL_END).removesuffix("\n"), len(text)
+    return text[start:].removesuffix(CALL_END).removesuffix("\n"), len(text)
 
 
-def read_value(text: str, declared: Any) -> Any:
-    """An argument as the model wrote it, as its declared JSON type has it; text where it is nothing else."""
-    kinds = declared if isinstance(declared, list) else [declared]
+def read_value(text: str, kinds: Sequence[Any]) -> Any:
+    """An argument as the model wrote it, as its declared JSON types have it; text where it is nothing else."""
     if "string" in kinds and not ("null" in kinds and text.strip() == "null"):
         return text
     try:
@@ -233,12 +226,28 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def argument_types(tools: Sequence[str], name: str) -> Mapping[str, Any]:
-    """Argument name -> declared type, from the schema of the tool with this name."""
+def argument_types(tools: Sequence[str], name: str) -> Mapping[str, Sequence[Any]]:
+    """Argument name -> declared types, from the schema of the tool with this name."""
     for tool in tools:
-        schema = json.loads(tool)
+        schema = _schema(tool)
         function = schema.get("function", schema)
         if function.get("name") == name:
-            fields = (function.get("parameters") or {}).get("properties") or {}
-            return {key: field.get("type") for key, field in fields.items() if isinstance(field, dict)}
+            fields = (function.get("parameters") or {}).get("properties")
+            return {key: _kinds(field) for key, field in fields.items()} if isinstance(fields, dict) else {}
     return {}
+
+
+@lru_cache(maxsize=256)
+def _schema(tool: str) -> dict[str, Any]:
+    return json.loads(tool)
+
+
+def _kinds(field: Any) -> list[Any]:
+    """The types that a schema allows; those of its alternatives where it has none itself, as for an optional text."""
+    if not isinstance(field, dict):
+        return []
+    kinds = field.get("type")
+    if kinds is None:
+        choices = [field[key] for key in ("anyOf", "oneOf") if isinstance(field.get(key), list)]
+        return [kind for choice in choices for option in choice for kind in _kinds(option)]
+    return kinds if isinstance(kinds, list) else [kinds]

@@ -123,7 +123,7 @@ class _Line:
 
     @property
     def word(self) -> str:
-        words = re.match(r"(?:async\s+)?([A-Za-z_]*)", self.text)
+        words = re.match(r"(?:async\s+)?(\w*)", self.text)
         return words[1] if words else ""
 
     @property
@@ -145,12 +145,10 @@ class CodeStop:
     Text that is pushed continues `prompt`. What might come after the end is held back until that is known.
 
     hit  "dedent", "statement" or "blank lines"; None while the completion goes on
-    cut  characters of the stream before the end: with `hit` set, exactly these were released
     """
 
     def __init__(self, prompt: str) -> None:
         self.hit: str | None = None
-        self.cut: int | None = None
         self._lexer = _Lexer()
         self._line = _Line()
         self._column = 0
@@ -167,7 +165,6 @@ class CodeStop:
         self._content = False
         self._blank_lines = 0
         self._held: list[str] = []
-        self._released = 0
         self._read_prompt(prompt)
 
     def _read_prompt(self, prompt: str) -> None:
@@ -192,14 +189,10 @@ class CodeStop:
             if ends_line or not self._waiting():
                 certain = index + 1
         out = "".join([*self._held, text[:certain]]) if certain else ""
-        if certain:
+        if certain or self.hit is not None:
             self._held.clear()
-        self._released += len(out)
         if self.hit is None:
             self._held.append(text[certain:])
-        else:
-            self._held.clear()
-            self.cut = self._released
         return out
 
     def close(self) -> str:
@@ -209,9 +202,8 @@ class CodeStop:
         out = "".join(self._held)
         self._held.clear()
         if self._clause and not self._is_clause():
-            self.hit, self.cut = "dedent", self._released
+            self.hit = "dedent"
             return ""
-        self._released += len(out)
         return out
 
     def _waiting(self) -> bool:
@@ -228,8 +220,8 @@ class CodeStop:
         if char == "\n":
             return self._newline()
         if self._line.start and not self._lexer.comment:
-            if char.isspace():
-                self._column += _TAB - self._column % _TAB if char == "\t" else char not in "\r\f"
+            if char in " \t\r\f":  # what indents code; the wide blanks before a Chinese paragraph are its text
+                self._column += _TAB - self._column % _TAB if char == "\t" else char == " "
                 return False
             if char == "#":
                 self._begin_comment()

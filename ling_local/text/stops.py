@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from ling_local.text.code_stop import CodeStop
-
-__all__ = ["CodeStop", "Stops"]
-
 
 class Stops:
     """Ends a stream before the stop string that completes first.
@@ -17,13 +13,10 @@ class Stops:
     text that could still become a stop is held back. Empty stops are ignored.
 
     hit  the stop that ended the stream, None so far
-    cut  characters of the stream before it: with `hit` set, exactly these were released
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
         self.hit: str | None = None
-        self.cut: int | None = None
-        self._released = 0
         self._node = 0
         self._build(list(dict.fromkeys(stop for stop in stops if stop)))
 
@@ -71,15 +64,11 @@ class Stops:
                 break
         self._node = node
         held = self._depth[node] if self.hit is None else len(self.hit)
-        out = self._release(before, text, self._depth[before] + used - held)
-        if self.hit is not None:
-            self.cut = self._released
-        return out
+        return self._release(before, text, self._depth[before] + used - held)
 
     def _release(self, before: int, text: str, count: int) -> str:
         """The first `count` characters of what was held back at node `before`, followed by text."""
         old = min(count, self._depth[before])
-        self._released += count
         return self._text[before][:old] + text[: count - old]
 
     def close(self) -> str:

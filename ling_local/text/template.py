@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +48,7 @@ class ChatTemplate:
         self._source = source
         self._specials = dict(specials or {})
         self._shapes: dict[bool, tuple[str, str]] = {}
+        self._last: tuple[Tokens | None, dict[str, list[int]]] = (None, {})  # texts of the last prompt, with their ids
         try:
             self._template = _environment().from_string(source)
         except TemplateError as error:
@@ -109,7 +111,8 @@ class ChatTemplate:
         values = template_values(messages, tools, thinking, add_generation_prompt)
         free = _free_characters(json.dumps(values, ensure_ascii=False) + self._source)
         fence = next(free)
-        coder = _Coder(tokens, free)
+        last_tokens, known = self._last
+        coder = _Coder(tokens, free, known if last_tokens is tokens else {})
         coded = coder.code(self._run(_fenced(values, _edges(tokens.control), fence))).replace(fence, "")
         ids: list[int] = []
         done = 0
@@ -117,7 +120,9 @@ class ChatTemplate:
             ids += coder.encode(coded[done:start])
             ids += spliced
             done = end
-        return ids + coder.encode(coded[done:])
+        ids += coder.encode(coded[done:])
+        self._last = tokens, coder.encoded
+        return ids
 
     def first_channel(self, thinking: bool) -> Channel:
         """Where generated text starts: in the reasoning if the generation prompt leaves one open."""
@@ -177,15 +182,26 @@ class ChatTemplate:
                 yield begin, begin + len(text), turn.ids
             elif coded.startswith(prompt, start) and coder.has_control(closing):
                 stop = coded.find(closing, begin)  # of the template: people's text holds no control character
-                if stop >= 0 and reads_as(coder.spell(body), self.first_channel(thinking), turn, tools):
+                ends_in = reads_as(coder.spell(body), self.first_channel(thinking), turn, tools) if stop >= 0 else None
+                if ends_in is Channel.THINKING:  # it was cut there: the template's </think> has to stay
+                    close = coded.find(coder.code("</think>"), begin, stop)
+                    if close >= 0 and body == text:
+                        yield begin, close, turn.ids
+                elif ends_in:
                     yield begin, stop + len(text) - len(body), turn.ids
 
 
 class _Coder:
     """Text with its control tokens as one private character each, and back to ids."""
 
-    def __init__(self, tokens: Tokens, free: Iterator[str]) -> None:
-        """free yields characters that the text to be coded does not hold; one is taken per control token."""
+    def __init__(self, tokens: Tokens, free: Iterator[str], known: Mapping[str, list[int]]) -> None:
+        """free yields characters that the text to be coded does not hold; one is taken per control token.
+
+        known: texts that need not be encoded again. A talk is sent whole with each question, and grows; `encoded`
+        holds the texts of this prompt.
+        """
+        self.encoded: dict[str, list[int]] = {}
+        self._known = known
         self._tokens = tokens
         self._char = {spelling: next(free) for spelling in tokens.control}
         self._id = {self._char[spelling]: token_id for spelling, token_id in tokens.control.items()}
@@ -202,24 +218,22 @@ class _Coder:
             if piece in self._id:
                 ids.append(self._id[piece])
             elif piece:
-                ids += self._tokens.encode(piece)
+                made = self._known.get(piece)
+                self.encoded[piece] = made = self._tokens.encode(piece) if made is None else made
+                ids += made
         return ids
 
     def decode(self, ids: Sequence[int]) -> str | None:
         """Coded text of generated ids; None where their plain text holds one of our private characters."""
         pieces: list[str] = []
-        run = bytearray()
-        for token_id in [*ids, None]:
-            if token_id is not None and not self._tokens.is_control(token_id):
-                run += self._tokens.token_bytes(token_id)
-                continue
-            plain = run.decode("utf-8", "replace")
-            if self._coded.search(plain):
+        for is_control, run in groupby(ids, self._tokens.is_control):
+            text = b"".join(map(self._tokens.token_bytes, run)).decode("utf-8", "replace")
+            if is_control:
+                pieces.append(self.code(text))
+            elif self._coded.search(text):
                 return None
-            pieces.append(plain)
-            run.clear()
-            if token_id is not None:
-                pieces.append(self.code(self._tokens.token_bytes(token_id).decode()))
+            else:
+                pieces.append(text)
         return "".join(pieces)
 
     def spell(self, coded: str) -> str:

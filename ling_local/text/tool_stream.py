@@ -8,18 +8,14 @@ are written. The work is linear in the text.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import lru_cache
 from typing import Any
 
 from ling_local.text.channels import argument_types, read_value
-
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
-_KEY, _KEY_END = "<arg_key>", "</arg_key>"
-_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
+from ling_local.text.clean import check_text
+from ling_local.text.tags import CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END, held_length, pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +41,15 @@ class _At(Enum):
 
 
 _TAGS = {
-    _At.OUTSIDE: (_CALL,),
-    _At.NAME: (_KEY, _CALL_END),
-    _At.NAMELESS: (_CALL_END,),
-    _At.BETWEEN: (_KEY, _CALL_END),
-    _At.KEY: (_KEY_END, _CALL_END),
-    _At.AFTER_KEY: (_VALUE, _KEY, _CALL_END),
-    _At.VALUE: (_VALUE_END, "\n" + _CALL_END, _CALL_END),
+    _At.OUTSIDE: (CALL,),
+    _At.NAME: (KEY, CALL_END),
+    _At.NAMELESS: (CALL_END,),
+    _At.BETWEEN: (KEY, CALL_END),
+    _At.KEY: (KEY_END, CALL_END),
+    _At.AFTER_KEY: (VALUE, KEY, CALL_END),
+    _At.VALUE: (VALUE_END, "\n" + CALL_END, CALL_END),
 }
+_ALL = (CALL, "\n" + CALL_END, CALL_END, KEY, KEY_END, VALUE, VALUE_END)
 
 
 class ToolStream:
@@ -68,7 +65,7 @@ class ToolStream:
         self._held = ""  # may be the beginning of a tag
         self._parts: list[str] = []  # of the name, the key, or a value that waits for its end
         self._raw: list[str] = []  # of a call that has no name yet
-        self._types: Mapping[str, Any] = {}
+        self._types: Mapping[str, Sequence[Any]] = {}
         self._key = ""
         self._num_arguments = 0
         self._streams = False  # the value at hand goes out as it comes
@@ -77,7 +74,7 @@ class ToolStream:
         """What is certain after this text, in order."""
         out: list[CallPiece | str] = []
         data, at = self._held + text, 0
-        while (found := _pattern(_TAGS[self._at]).search(data, at)) is not None:
+        while (found := pattern(_TAGS[self._at]).search(data, at)) is not None:
             before = self._at
             self._plain(data[at : found.start()], out)
             if self._at is before:
@@ -86,7 +83,7 @@ class ToolStream:
             else:  # the text changed where we are, and with it what counts as a tag
                 at = found.start()
         # Text may move us on, to where other tags count; what is held back is held for those, too.
-        keep = _held_length(data, at)
+        keep = held_length(data, at, _ALL)
         self._plain(data[at : len(data) - keep], out)
         self._held = data[len(data) - keep :]
         return out
@@ -103,7 +100,7 @@ class ToolStream:
             self._plain(held, out)
         elif ended:
             self._plain(held.removesuffix("\n") if self._at is _At.VALUE else held, out)
-            self._tag(_CALL_END, out)
+            self._tag(CALL_END, out)
         elif self._at is _At.NAME:
             out.append("".join([*self._raw, held]))
         self._at = _At.OUTSIDE
@@ -120,8 +117,10 @@ class ToolStream:
                 out.append(text)
             case _At.NAME:
                 self._raw.append(text)
-                self._parts.append(text.lstrip() if not any(self._parts) else text)
-                if any(map(str.isspace, self._parts[-1])):
+                text = text if self._parts else text.lstrip()
+                if text:
+                    self._parts.append(text)
+                if any(map(str.isspace, text)):
                     self._named(out)
             case _At.KEY:
                 self._parts.append(text)
@@ -141,12 +140,12 @@ class ToolStream:
         }
         if self._at in leave:
             leave[self._at](tag, out)
-        elif tag == _CALL_END:
+        elif tag == CALL_END:
             self._end(out)
-        elif tag == _KEY_END:
+        elif tag == KEY_END:
             self._key = "".join(self._parts).strip()
             self._at = _At.AFTER_KEY
-        elif tag == _VALUE:
+        elif tag == VALUE:
             self._enter_value(out)
         else:
             self._parts = []
@@ -164,20 +163,19 @@ class ToolStream:
         self._at, self._raw = _At.BETWEEN, []
 
     def _leave_name(self, tag: str, out: list[CallPiece | str]) -> None:
-        if any(self._parts):
+        if self._parts:
             self._named(out)
             self._tag(tag, out)
         else:
             out.append("".join([*self._raw, tag]))
-            self._at = _At.OUTSIDE if tag == _CALL_END else _At.NAMELESS
+            self._at = _At.OUTSIDE if tag == CALL_END else _At.NAMELESS
 
     def _leave_nameless(self, tag: str, out: list[CallPiece | str]) -> None:
         out.append(tag)
         self._at = _At.OUTSIDE
 
     def _enter_value(self, out: list[CallPiece | str]) -> None:
-        declared = self._types.get(self._key)
-        kinds = declared if isinstance(declared, list) else [declared]
+        kinds = self._types.get(self._key, ())
         self._streams = "string" in kinds and "null" not in kinds
         lead = ("{", ", ")[self._num_arguments > 0] + json.dumps(self._key, ensure_ascii=False) + ": "
         self._arguments(lead + '"' * self._streams, out)
@@ -188,10 +186,10 @@ class ToolStream:
         if self._streams:
             self._arguments('"', out)
         else:
-            value = read_value("".join(self._parts), self._types.get(self._key))
-            self._arguments(json.dumps(value, ensure_ascii=False), out)
+            value = read_value("".join(self._parts), self._types.get(self._key, ()))
+            self._arguments(check_text(json.dumps(value, ensure_ascii=False)), out)
         self._at = _At.BETWEEN
-        if tag != _VALUE_END:
+        if tag != VALUE_END:
             self._end(out)
 
     def _end(self, out: list[CallPiece | str]) -> None:
@@ -206,21 +204,3 @@ class ToolStream:
 def _escaped(text: str) -> str:
     """The inside of a JSON string; pieces may be escaped one by one."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-@lru_cache(maxsize=16)
-def _pattern(tags: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, tags)))
-
-
-_ALL = (_CALL, "\n" + _CALL_END, _CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END)
-_LONGEST = max(map(len, _ALL))
-
-
-def _held_length(data: str, start: int) -> int:
-    """How much of the end of data[start:] may still become a tag."""
-    for length in range(min(len(data) - start, _LONGEST - 1), 0, -1):
-        suffix = data[-length:]
-        if any(tag.startswith(suffix) for tag in _ALL):
-            return length
-    return 0

@@ -11,6 +11,7 @@ import typer
 
 from ling_local.errors import LingError
 from ling_local.train import draft_commands
+from ling_local.train.draft_commands import say
 
 DEMO_FOLDER = Path(__file__).parents[1] / "data" / "demo"
 
@@ -25,11 +26,6 @@ Out = Annotated[Path, typer.Option(help="folder of the model")]
 Run = Annotated[Path, typer.Option(help="folder for the training state and its log")]
 Device = Annotated[str, typer.Option(help="cuda or cpu")]
 WORK, RUN = Path("runs/demo"), Path("runs/demo/target")
-
-
-def say(text: str) -> None:
-    """Progress goes to stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @app.command()
@@ -58,12 +54,11 @@ def pack(
     code_mb: Annotated[int, typer.Option(help="code to keep, in MB; 270 leaves 46 MB of tokens")] = 270,
 ) -> None:
     """Encode the corpus into compressed token files, small enough to send to a GPU machine."""
-    from tokenizers import Tokenizer
-
     from ling_local.train.corpus import HELDOUT_SETS, TRAIN_SETS, save_tokens
     from ling_local.train.corpus import pack as pack_set
+    from ling_local.train.vocab import read_tokenizer
 
-    encoder = Tokenizer.from_file(str(out / "tokenizer.json"))
+    encoder = read_tokenizer(out)
     for name in (*TRAIN_SETS, *HELDOUT_SETS):
         tokens = pack_set(work, encoder, name, code_mb * 1_000_000 if name == "code" else None)
         size = save_tokens(tokens, work / "tokens", name)

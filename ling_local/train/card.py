@@ -108,7 +108,7 @@ def draft_section(folder: Path) -> str:
         return ""
     made = _read(folder / "training.json", "draft")
     evaluation = _read(folder / "eval.json", "draft")
-    ablation = _read(folder / "ablation.json", "draft-ablation")
+    ablation = _read(folder / "ablation.json", "draft-ablation, and move the ablation.json of its --run there")
     config = draft_config(_read(folder / "config.json", "draft"), demo_config())
     own = [spec for spec in draft_layout(config) if spec.name not in DRAFT_COPIES]
     accept = [
@@ -120,6 +120,7 @@ def draft_section(folder: Path) -> str:
     pair = [(key, ablation["without"]["accept"][key], ablation["with"]["accept"][key]) for key in evaluation["accept"]]
     return Template((TEMPLATE.parent / "draft_card.md").read_text(encoding="utf-8")).substitute(
         made,
+        where=f"{made['machine']}, at commit {made['commit']}" if "commit" in made else made["machine"],
         layers=config.num_layers,
         block=config.block_size,
         taps=", ".join(map(str, config.target_layers)),

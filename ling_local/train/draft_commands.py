@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,8 @@ def draft(
     opened = open_target(target, device, compiled)
     prompts = rooms.open_prompts(corpus, target, count, heldout, seed)
     job = rooms.plan_job(opened, shape, mask_id, run, say)
-    rooms.make_draft(job, prompts, text, plan, out, minutes, resume)
+    command = f"python -m ling_local.train {shlex.join(sys.argv[1:])}"
+    rooms.make_draft(job, prompts, text, plan, out, minutes, resume, command)
     if out.name == "dspark" and out.parent.resolve() == target.resolve():
         say(rooms.confirm(target))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ling_local.errors import EngineError, NonFinite
-from ling_local.train.draft_graph import Replayed
+from ling_local.errors import NonFinite
 from ling_local.train.draft_losses import Losses, LossWeights, combine, row_terms, row_terms_in_chunks
 from ling_local.train.draft_net import W1, W2, DraftNet, balance_taps, blocks, draft_hidden
 from ling_local.train.draft_sampler import Rows
 from ling_local.train.draft_target import Target, features
 from ling_local.train.optim import Optimizer, Recipe
 from ling_local.train.sources import Say
+from ling_local.train.stepping import Pace, Replayed, load_state, save_state, schedule
 
 # the optimiser goes by names: tables are AdamW's
 TABLES = {W1: "word_embeddings.markov", W2: "lm_head.markov"}
@@ -44,12 +44,6 @@ class DraftPlan:
     seed: int = 1
     graph: bool = True
     losses: LossWeights = field(default_factory=LossWeights)
-
-
-def schedule(plan: DraftPlan, step: int, done: float) -> float:
-    """Learning rate: warm-up by step, flat, then linear to zero as `done` goes to 1."""
-    fall = min(1.0, (1.0 - done) / (1.0 - plan.flat))
-    return plan.rate * min(1.0, (step + 1) / plan.warmup) * max(fall, 0.0)
 
 
 def ramp(plan: DraftPlan, done: float) -> float:
@@ -161,33 +155,32 @@ def train_draft(step: DraftStep, folder: Path, say: Say, resume: bool = False) -
     Raises NonFinite if a loss is no number, EngineError if a saved state is missing or of another plan.
     """
     plan, device = step.plan, step.target.device
-    first, spent = _load(step, folder) if resume else (0, 0.0)
+    state = load_state(step, plan, folder, ("seed", "steps", "rows", "anchors"), device) if resume else {}
+    first, spent = state.get("step", 0), state.get("spent_s", 0.0)
     if not resume:
         step.warm_start()
     begun = time.monotonic() - spent
     said = saved = time.monotonic()
     number = last = first
-    event = torch.cuda.Event() if device.type == "cuda" else None
+    pace = Pace(device)
     while number < plan.steps:
         elapsed = time.monotonic() - begun
         done = max(number / plan.steps, elapsed / (plan.minutes * 60) if plan.minutes else 0.0)
         if done >= 1.0:
             break
-        if event is not None:
-            event.synchronize()  # at most one step ahead, so that clock and schedule mean something
+        pace.wait()
         step.run(number, done)
-        if event is not None:
-            event.record()
+        pace.mark()
         number += 1
         now = time.monotonic()
         if now - said >= 5 or number == plan.steps:
             yield _figures(step, number, done, now - begun, (number - last) / max(now - said, 1e-9))
             said, last = time.monotonic(), number
         if now - saved >= plan.save_minutes * 60:
-            _save(step, folder, number, now - begun)
+            save_state(step, plan, folder, number, now - begun)
             saved = now
             say(f"saved {folder / 'state.pt'}")
-    _save(step, folder, number, time.monotonic() - begun)
+    save_state(step, plan, folder, number, time.monotonic() - begun)
 
 
 def _figures(step: DraftStep, number: int, done: float, elapsed: float, speed: float) -> dict[str, Any]:
@@ -214,30 +207,3 @@ def _figures(step: DraftStep, number: int, done: float, elapsed: float, speed: f
         "blocks_s": round(speed * step.plan.rows * step.plan.anchors),
         "elapsed_s": round(elapsed, 1),
     }
-
-
-def _save(step: DraftStep, folder: Path, number: int, spent: float) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {
-        "plan": asdict(step.plan),
-        "step": number,
-        "spent_s": spent,
-        "params": {name: value.detach() for name, value in step.params.items()},
-        "optimizer": step.optimizer.state(),
-    }
-    torch.save(state, folder / "state.tmp")
-    (folder / "state.tmp").replace(folder / "state.pt")
-
-
-def _load(step: DraftStep, folder: Path) -> tuple[int, float]:
-    path = folder / "state.pt"
-    if not path.exists():
-        raise EngineError(f"{path}: nothing to resume from", "start without --resume")
-    state = torch.load(path, map_location=step.target.device, weights_only=True)
-    if any(state["plan"][name] != getattr(step.plan, name) for name in ("seed", "steps", "rows", "anchors")):
-        raise EngineError(f"{path} is of another plan: {state['plan']}", "give the same flags as for the first start")
-    with torch.no_grad():
-        for name, value in step.params.items():
-            value.copy_(state["params"][name])
-    step.optimizer.load_state(state["optimizer"])
-    return state["step"], state["spent_s"]

@@ -148,7 +148,7 @@ def train(job: Job, text: Rows, plan: DraftPlan, resume: bool) -> dict[str, torc
     share = float(text.answered.float().mean())
     job.say(f"draft: {total:,} parameters; {text.tokens.numel():,} tokens, {share:.0%} of them the target's")
     job.run.mkdir(parents=True, exist_ok=True)
-    (job.run / "plan.json").write_text(json.dumps(asdict(plan), indent=1), encoding="utf-8")
+    _write(job.run / "plan.json", asdict(plan))
     with (job.run / "log.jsonl").open("a" if resume else "w", encoding="utf-8") as log:
         for line in train_draft(step, job.run, job.say, resume):
             log.write(json.dumps(line) + "\n")
@@ -189,9 +189,19 @@ def calibrate_folder(target: Target, folder: Path, traces: dict[str, Traces]) ->
 
 
 def make_draft(
-    job: Job, prompts: Prompts, text_plan: TextPlan, plan: DraftPlan, out: Path, minutes: float, resume: bool
+    job: Job,
+    prompts: Prompts,
+    text_plan: TextPlan,
+    plan: DraftPlan,
+    out: Path,
+    minutes: float,
+    resume: bool,
+    command: str = "",
 ) -> dict[str, Any]:
-    """All stages, into `out`. minutes 0: no limit, else all of it fits. Returns the figures of out/eval.json."""
+    """All stages, into `out`. minutes 0: no limit, else all of it fits. Returns the figures of out/eval.json.
+
+    command: what was typed, for out/training.json.
+    """
     begun = time.monotonic()
     text = load_or_make_text(job.target, prompts, text_plan, minutes * SAMPLE_PART, job.run, resume, job.say)
     if minutes:  # what the text did not use of its part is training's
@@ -200,7 +210,32 @@ def make_draft(
     params = train(job, text, plan, resume)
     size = export_draft(params, job.data, job.target.config, out)
     job.say(f"wrote {size:,} bytes to {out}")
+    _write(out / "training.json", _training(job, text, plan, command))
     return report(job.target.eager(), prompts, out, *FIGURES, job.say)
+
+
+def _training(job: Job, text: Rows, plan: DraftPlan, command: str) -> dict[str, Any]:
+    """How the draft was made, for the model card."""
+    last = json.loads((job.run / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    device = job.target.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+    return {
+        "machine": f"one {name}, torch {torch.__version__}" if device.type == "cuda" else name,
+        "command": command,
+        "text_tokens": text.tokens.numel(),
+        "text_own_share": round(float(text.answered.float().mean()), 4),
+        "steps": last["step"],
+        "rows": plan.rows,
+        "anchors": plan.anchors,
+        "train_s": last["elapsed_s"],
+        "blocks_s": last["blocks_s"],
+        "tau": last["tau"],
+        "alpha": last["alpha"],
+    }
+
+
+def _write(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
 def report(target: Target, prompts: Prompts, out: Path, count: int, answer: int, say: Say) -> dict[str, Any]:
@@ -214,7 +249,7 @@ def report(target: Target, prompts: Prompts, out: Path, count: int, answer: int,
     result = {"accept": measure(target, out, traces), "calibration": asdict(found)}
     for name, each in result["accept"].items():
         say(f"{name}: accept length {each['accept_length']:.2f} in {each['steps']} steps")
-    (out / "eval.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    _write(out / "eval.json", result)
     return result
 
 
@@ -233,7 +268,7 @@ def ablate(job: Job, prompts: Prompts, text_plan: TextPlan, plan: DraftPlan) -> 
         params = train(part, text, replace(plan, losses=replace(plan.losses, length=weight)), resume=False)
         export_draft(params, job.data, job.target.config, part.run / "dspark")
         result[name] = {"length_weight": weight, "accept": measure(eager, part.run / "dspark", traces)}
-    (job.run / "ablation.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    _write(job.run / "ablation.json", result)
     return result
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ling_kernels.reference.sample import gumbel
-from ling_local.train.draft_graph import Replayed
 from ling_local.train.draft_prompts import Prompts
 from ling_local.train.draft_target import Target, scores
-from ling_local.train.net import _rotate, dense_mlp, kda_output, layer_params, linear, mla_output, moe, rms
+from ling_local.train.net import _rotate, dense_mlp, kda_output, layer_params, linear, mla_output, mla_query, moe, rms
+from ling_local.train.stepping import Replayed
 
 EXTENT = 128  # keys are read up to a multiple of this; one graph for each
 
@@ -174,16 +174,7 @@ class Sampler:
         config, dtype = self.target.config, self.target.net.dtype
         nope, rope, latent = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
         h = rms(x, weights["input_layernorm.weight"], config.rms_norm_eps).to(dtype)
-        if config.q_lora_rank:
-            low = rms(
-                linear(h, weights["attention.q_a_proj.weight"]),
-                weights["attention.q_a_layernorm.weight"],
-                config.rms_norm_eps,
-            )
-            q = linear(low.to(dtype), weights["attention.q_b_proj.weight"])
-        else:
-            q = linear(h, weights["attention.q_proj.weight"])
-        q_nope, q_rope = q.view(-1, config.num_heads, nope + rope).split((nope, rope), -1)
+        q_nope, q_rope = mla_query(config, weights, h).split((nope, rope), -1)
         kv, key = linear(h, weights["attention.kv_a_proj_with_mqa.weight"]).split((latent, rope), -1)
         kv = rms(kv, weights["attention.kv_a_layernorm.weight"], config.rms_norm_eps)
         frequency = config.rope_theta ** (-torch.arange(0, rope, 2, device=x.device, dtype=torch.float32) / rope)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from ling_local.engine.layout import BF16, model_layout
 from ling_local.engine.source import tokenizer_size
 from ling_local.errors import EngineError
 from ling_local.train.kda import kda_chunked
-from ling_local.train.net import Net, Params, _layer, layer_params, make_net, rms
+from ling_local.train.net import Net, Params, make_net, residuals, rms
+from ling_local.train.stepping import check_device, compiler
 from ling_local.train.weights import read_checkpoint
-
-FEATURE_TOKENS = 65_536  # run through the target at once where nobody asked for one batch
 
 
 @dataclass(frozen=True)
@@ -65,11 +63,10 @@ def open_target(folder: Path, device: str = "cpu", compiled: bool = False) -> Ta
 
     Raises ModelError for the files, EngineError for a device that is not there.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EngineError("torch finds no CUDA device", "give --device cpu, or run on a machine with a GPU")
+    check_device(device)
     config = load_model_config(folder)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    wrap = _compiler() if compiled else lambda function: function
+    wrap = compiler() if compiled else lambda function: function
     if device == "cuda":
         # heads and losses stay in fp32 but need no more than TF32's products: their inputs were bf16
         torch.set_float32_matmul_precision("high")
@@ -81,11 +78,6 @@ def open_target(folder: Path, device: str = "cpu", compiled: bool = False) -> Ta
     stops = config.eos_token_ids + ((config.pad_token_id,) if config.pad_token_id is not None else ())
     net = make_net(config, device, dtype, kda=functools.partial(kda_chunked, wrap=wrap), wrap=wrap)
     return Target(folder, net, params, tokenizer_size(folder, config.vocab_size), stops, config.pad_token_id)
-
-
-def _compiler() -> Callable[[Callable], Callable]:
-    """Compiles each region once: its callers then share the code."""
-    return functools.cache(lambda function: torch.compile(function, dynamic=False))
 
 
 def mask_token_id(folder: Path, config: ModelConfig) -> int:
@@ -109,18 +101,12 @@ def features(target: Target, ids: Tensor, tapped: tuple[int, ...]) -> tuple[Tens
     A tap is the residual stream after that layer, before any norm, -1 for the embedding; hidden is after the final
     norm: what the head reads (dspark.md section 2).
     """
-    net, params = target.net, target.params
-    batch, length = ids.shape
-    position = torch.arange(length, device=ids.device).repeat(batch)
-    x = F.embedding(ids.reshape(-1), target.embedding).float()
-    found = [x] if -1 in tapped else []
-    loads: dict[int, Tensor] = {}
-    for layer in range(net.config.num_layers):
-        x = _layer(net, layer_params(params, layer), layer, x, position, length, loads)
+    found = []
+    for layer, x in enumerate(residuals(target.net, target.params, ids, {}), -1):
         if layer in tapped:
             found.append(x)
-    hidden = rms(x, params["model.norm.weight"], net.config.rms_norm_eps)
-    return torch.cat(found, -1).view(batch, length, -1), hidden.view(batch, length, -1)
+    hidden = rms(x, target.params["model.norm.weight"], target.config.rms_norm_eps)
+    return torch.cat(found, -1).view(*ids.shape, -1), hidden.view(*ids.shape, -1)
 
 
 def scores(hidden: Tensor, head: Tensor) -> Tensor:

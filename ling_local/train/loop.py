@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ling_local.errors import EngineError, NonFinite
+from ling_local.errors import NonFinite
 from ling_local.train.batches import Sampler
 from ling_local.train.net import Net, Output, forward, linear
 from ling_local.train.optim import Optimizer
-
-Say = Callable[[str], None]
+from ling_local.train.sources import Say
+from ling_local.train.stepping import Pace, Replayed, load_state, save_state, schedule
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,6 @@ class Plan:
     @property
     def tokens_per_step(self) -> int:
         return self.rows * self.length
-
-
-def schedule(plan: Plan, step: int, done: float) -> float:
-    """Learning rate: warm-up by step, flat, then linear to zero as `done` goes to 1."""
-    fall = min(1.0, (1.0 - done) / (1.0 - plan.flat))
-    return plan.rate * min(1.0, (step + 1) / plan.warmup) * max(fall, 0.0)
 
 
 def lm_loss(dtype: torch.dtype, hidden: Tensor, head: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
@@ -99,33 +93,16 @@ class Step:
             self.biases[layer] += self.optimizer.recipe.bias_rate * self.rate * torch.sign(share.mean() - share)
 
     def prepare(self, rows: int, length: int, graph: bool) -> Callable[[Tensor], None]:
-        """A function of starts [rows] that runs one step; captured after eager runs on a side stream if `graph`."""
+        """A function of starts [rows] that runs one step, from a graph where there is a GPU and `graph` says so."""
         for value in self.optimizer.all:
             if value.grad is None:
                 value.grad = torch.zeros_like(value)
-        if not graph:
-            return lambda starts: self._body(starts, length)
         static = torch.zeros(rows, dtype=torch.long, device=self.tokens.device)
-        warm = torch.cuda.Stream()
-        captured: list[torch.cuda.CUDAGraph] = []
-        runs = 0
+        replayed = Replayed(lambda: self._body(static, length), self.tokens.device, graph)
 
         def run(starts: Tensor) -> None:
-            nonlocal runs
             static.copy_(starts)
-            if runs < 3:  # real steps, run eagerly: kernels compile and allocate outside the capture
-                warm.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(warm):
-                    self._body(static, length)
-                torch.cuda.current_stream().wait_stream(warm)
-                runs += 1
-                return
-            if not captured:
-                torch.cuda.synchronize()
-                captured.append(torch.cuda.CUDAGraph())
-                with torch.cuda.graph(captured[0]):
-                    self._body(static, length)
-            captured[0].replay()
+            replayed()
 
         return run
 
@@ -138,14 +115,15 @@ def train(
     Raises NonFinite if the loss is no number, EngineError if a saved state belongs to another plan.
     """
     device = step.tokens.device
-    first, seen, spent = _load(step, plan, folder) if resume else (0, {}, 0.0)
+    state = load_state(step, plan, folder, ("seed", "steps", "rows"), device) if resume else {}
+    first, seen, spent = state.get("step", 0), state.get("seen", {}), state.get("spent_s", 0.0)
     begun = time.monotonic() - spent
     said = saved = time.monotonic()
     done_steps = 0
     run: Callable[[Tensor], None] | None = None
     length = 0
     last = first
-    pace = _Pace(device)
+    pace = Pace(device)
     for number in range(first, plan.steps):
         elapsed = time.monotonic() - begun
         done = max(number / plan.steps, elapsed / (plan.minutes * 60) if plan.minutes else 0.0)
@@ -154,7 +132,7 @@ def train(
         wanted = plan.long_length if done >= 1.0 - plan.long_part else plan.length
         rows = plan.tokens_per_step // wanted
         if wanted != length:
-            length, run = wanted, step.prepare(rows, wanted, plan.graph and device.type == "cuda")
+            length, run = wanted, step.prepare(rows, wanted, plan.graph)
         step.rate.fill_(schedule(plan, number, done))
         step.mtp_weight.fill_(plan.mtp_weight)
         drawn = seen.get(length, 0)
@@ -162,7 +140,7 @@ def train(
         seen[length] = drawn + rows
         assert run is not None
         pace.wait()
-        run(starts.to(device))
+        run(starts)
         pace.mark()
         last = number + 1
         done_steps += 1
@@ -171,25 +149,10 @@ def train(
             yield _figures(step, plan, number + 1, done, now - begun, done_steps / max(time.monotonic() - said, 1e-9))
             said, done_steps = time.monotonic(), 0
         if now - saved >= plan.save_minutes * 60:
-            _save(step, plan, folder, number + 1, seen, now - begun)
+            save_state(step, plan, folder, number + 1, now - begun, seen=seen)
             saved = now
             say(f"saved {folder / 'state.pt'}")
-    _save(step, plan, folder, last, seen, time.monotonic() - begun)
-
-
-class _Pace:
-    """Keeps the host at most one step ahead of the device, so that clock and schedule mean something."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event() if device.type == "cuda" else None
-
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
-
-    def mark(self) -> None:
-        if self.event is not None:
-            self.event.record()
+    save_state(step, plan, folder, last, time.monotonic() - begun, seen=seen)
 
 
 def _figures(step: Step, plan: Plan, number: int, done: float, elapsed: float, speed: float) -> dict[str, float]:
@@ -211,31 +174,3 @@ def _figures(step: Step, plan: Plan, number: int, done: float, elapsed: float, s
         "tokens": number * plan.tokens_per_step,
         "elapsed_s": round(elapsed, 1),
     }
-
-
-def _save(step: Step, plan: Plan, folder: Path, number: int, seen: dict[int, int], spent: float) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {
-        "plan": asdict(plan),
-        "step": number,
-        "seen": seen,
-        "spent_s": spent,
-        "params": {name: value.detach() for name, value in step.params.items()},
-        "optimizer": step.optimizer.state(),
-    }
-    torch.save(state, folder / "state.tmp")
-    (folder / "state.tmp").replace(folder / "state.pt")
-
-
-def _load(step: Step, plan: Plan, folder: Path) -> tuple[int, dict[int, int], float]:
-    path = folder / "state.pt"
-    if not path.exists():
-        raise EngineError(f"{path}: nothing to resume from", "start without --resume")
-    state = torch.load(path, map_location=step.tokens.device, weights_only=True)
-    if state["plan"]["seed"] != plan.seed or state["plan"]["steps"] != plan.steps:
-        raise EngineError(f"{path} is of another plan: {state['plan']}", "give the same --steps and --seed")
-    with torch.no_grad():
-        for name, value in step.params.items():
-            value.copy_(state["params"][name])
-    step.optimizer.load_state(state["optimizer"])
-    return state["step"], state["seen"], state["spent_s"]

@@ -7,7 +7,8 @@ N = B * T, so that one compiled graph serves every sequence length with the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,18 +74,29 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def forward(net: Net, params: Params, ids: Tensor, mtp: bool = True) -> Output:
     """Hidden states of ids [B, T]. The MTP rows of the last position use id 0 as the next token: not meaningful."""
     config = net.config
-    batch, length = ids.shape
-    position = torch.arange(length, device=ids.device).repeat(batch)
-    rows = ids.reshape(-1)
-    x = F.embedding(rows, params["model.word_embeddings.weight"]).float()
     loads: dict[int, Tensor] = {}
-    for layer in range(config.num_layers):
-        x = _layer(net, layer_params(params, layer), layer, x, position, length, loads)
+    (x,) = deque(residuals(net, params, ids, loads), maxlen=1)  # the last one
     hidden = rms(x, params["model.norm.weight"], config.rms_norm_eps)
     if not (mtp and config.num_mtp_layers):
         return Output(hidden, None, loads)
     following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), 1).reshape(-1)
-    return Output(hidden, _mtp(net, params, hidden, following, position, length, loads), loads)
+    return Output(hidden, _mtp(net, params, hidden, following, *_places(ids), loads), loads)
+
+
+def residuals(net: Net, params: Params, ids: Tensor, loads: dict[int, Tensor]) -> Iterator[Tensor]:
+    """The residual stream [N, D] before the first layer, and after each. Puts the experts' loads into loads."""
+    x = F.embedding(ids.reshape(-1), params["model.word_embeddings.weight"]).float()
+    yield x
+    position, length = _places(ids)
+    for layer in range(net.config.num_layers):
+        x = _layer(net, layer_params(params, layer), layer, x, position, length, loads)
+        yield x
+
+
+def _places(ids: Tensor) -> tuple[Tensor, int]:
+    """Position of each row of ids [B, T], and T."""
+    batch, length = ids.shape
+    return torch.arange(length, device=ids.device).repeat(batch), length
 
 
 def logits(net: Net, params: Params, hidden: Tensor) -> Tensor:
@@ -188,13 +200,8 @@ def mla_inputs(
     """x [N, D] to q, k [N, H, nope + rope], v [N, H, V] in dtype and the head gate [N, H] in fp32."""
     eps = config.rms_norm_eps
     h = rms(x, weights["input_layernorm.weight"], eps).to(dtype)
-    if config.q_lora_rank:
-        low = rms(linear(h, weights["attention.q_a_proj.weight"]), weights["attention.q_a_layernorm.weight"], eps)
-        q = linear(low.to(dtype), weights["attention.q_b_proj.weight"])
-    else:
-        q = linear(h, weights["attention.q_proj.weight"])
     nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
-    q_nope, q_rope = q.unflatten(-1, (config.num_heads, nope + rope)).split((nope, rope), -1)
+    q_nope, q_rope = mla_query(config, weights, h).split((nope, rope), -1)
     latent, k_rope = linear(h, weights["attention.kv_a_proj_with_mqa.weight"]).split((config.kv_lora_rank, rope), -1)
     latent = rms(latent, weights["attention.kv_a_layernorm.weight"], eps).to(dtype)
     kv = linear(latent, weights["attention.kv_b_proj.weight"]).unflatten(
@@ -207,6 +214,17 @@ def mla_inputs(
     k_rope = _rotate(k_rope[:, None], angle).to(dtype).expand(-1, config.num_heads, -1)
     gate = torch.sigmoid(linear(h, weights["attention.g_proj.weight"]).float())
     return torch.cat((q_nope, q_rope), -1), torch.cat((k_nope, k_rope), -1), v, gate
+
+
+def mla_query(config: ModelConfig, weights: Params, h: Tensor) -> Tensor:
+    """Queries [N, H, nope + rope] of the normed rows h [N, D], in h's dtype."""
+    if config.q_lora_rank:
+        low = linear(h, weights["attention.q_a_proj.weight"])
+        low = rms(low, weights["attention.q_a_layernorm.weight"], config.rms_norm_eps).to(h.dtype)
+        q = linear(low, weights["attention.q_b_proj.weight"])
+    else:
+        q = linear(h, weights["attention.q_proj.weight"])
+    return q.unflatten(-1, (config.num_heads, -1))
 
 
 def _rotate(x: Tensor, angle: Tensor) -> Tensor:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from ling_local.engine.config import load_model_config
 from ling_local.errors import EngineError
@@ -24,24 +22,20 @@ from ling_local.train.optim import Optimizer, Recipe
 from ling_local.train.samples import make_samples
 from ling_local.train.shape import CONTEXT, DEMO, demo_config, save_config
 from ling_local.train.sources import Say
+from ling_local.train.stepping import check_device, compiler
+from ling_local.train.vocab import read_tokenizer
 from ling_local.train.weights import export_checkpoint, new_params, read_checkpoint
 
 
 def build_net(device: str, compiled: bool) -> Net:
     """The demo net: bf16 products on CUDA, fp32 on the CPU. compiled: for training only."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EngineError("torch finds no CUDA device", "give --device cpu, or run on a machine with a GPU")
+    check_device(device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     if not compiled:
         return make_net(demo_config(), device, dtype)
     torch.set_float32_matmul_precision("high")  # TF32 for KDA's products
-    wrap = _compiler()
+    wrap = compiler()
     return make_net(demo_config(), device, dtype, kda=functools.partial(kda_chunked, wrap=wrap), wrap=wrap)
-
-
-def _compiler() -> Callable[[Callable], Callable]:
-    """Compiles each region once: its callers then share the code."""
-    return functools.cache(lambda function: torch.compile(function, dynamic=False))
 
 
 def on_device(params: Params, device: str, trained: bool) -> dict[str, torch.Tensor]:
@@ -84,7 +78,7 @@ def report(work: Path, folder: Path, run: Path, net: Net, device: str, say: Say)
 
 def sample(folder: Path, run: Path, say: Say) -> list[dict[str, str]]:
     """Ten greedy samples of the exported model in `folder`, in fp32 on the CPU; writes run/samples.json."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = read_tokenizer(folder)
     samples = [asdict(made) for made in make_samples(build_net("cpu", compiled=False), load_model(folder), tokenizer)]
     for made in samples:
         say(f"--- {made['prompt']!r}\n{made['output']}")

@@ -43,21 +43,13 @@ def chat_prompt(question: str, thinking: bool) -> str:
 
 
 @torch.no_grad()
-def generate(
-    net: Net, params: Params, ids: list[int], count: int, stop: set[int], temperature: float, seed: int
-) -> list[int]:
-    """Up to `count` new ids, greedy at temperature 0. Ends before an id of `stop`."""
+def generate(net: Net, params: Params, ids: list[int], count: int, stop: set[int]) -> list[int]:
+    """Up to `count` new ids, greedily. Ends before an id of `stop`."""
     device = params["lm_head.weight"].device
-    generator = torch.Generator().manual_seed(seed)
     made: list[int] = []
     while len(made) < count:
         out = forward(net, params, torch.tensor([[*ids, *made]], device=device), mtp=False)
-        scores = logits(net, params, out.hidden[-1:])[0].cpu()
-        if temperature:
-            chance = torch.softmax(scores / temperature, -1)
-            token = int(torch.multinomial(chance, 1, generator=generator))
-        else:
-            token = int(scores.argmax())
+        token = int(logits(net, params, out.hidden[-1:])[0].argmax())
         if token in stop:
             break
         made.append(token)
@@ -73,6 +65,6 @@ def make_samples(net: Net, params: Params, tokenizer: Tokenizer, count: int = 96
     for kind, prompt in prompts:
         tokenizer.encode_special_tokens = kind == "code"
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-        made = generate(net, params, ids, count, stop, temperature=0.0, seed=0)
+        made = generate(net, params, ids, count, stop)
         samples.append(Sample(kind, prompt, tokenizer.decode(made, skip_special_tokens=False)))
     return samples

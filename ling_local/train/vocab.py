@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from ling_local.errors import ModelError
+
 VOCAB_SIZE = 4096
 PAD, EOS, MASK = "<|endoftext|>", "<|role_end|>", "<|mask|>"
 CONTROL_TOKENS = (
@@ -43,6 +45,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a model's folder. Raises ModelError."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise ModelError(f"{path}: not there", "run: python -m ling_local.train tokenizer")
+    return Tokenizer.from_file(str(path))
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:

@@ -63,7 +63,10 @@ def test_the_breakdown_names_each_op_with_its_floor(bench, tmp_path: Path) -> No
     rows = list(csv.DictReader(io.StringIO(text)))
     assert rows[-1]["op"] == "all"
     assert all("DUMMY" in row["marks"] for row in rows)
-    assert "| op | calls | launches | MB | us |" in bench_dummy.FORMATS["md"](document)
+    page = bench_dummy.FORMATS["md"](document)
+    assert "| op | calls | launches | MB | us |" in page
+    for words in ("dummy-tiny, float32 on CPU", "machine: ", "at: 20", "again: ling bench --dummy tiny", "1 row: "):
+        assert f"\n{words}" in page or f": {words}" in page, words
     plain, drafted = document["steps"]
     assert (plain["rows"], plain["drafts"], drafted["rows"], drafted["drafts"]) == (1, 0, 8, 7)
     names = {row["op"] for row in drafted["ops"]}
@@ -83,6 +86,7 @@ def test_the_breakdown_names_each_op_with_its_floor(bench, tmp_path: Path) -> No
     [
         (("--layers", "2"), "--layers is for --dummy"),
         (("--breakdown",), "--breakdown is for --dummy"),
+        (("--dummy", "tiny", "--breakdown", "--modes", "off"), "Give --speculation NAME in place of --modes"),
         (("--dummy", "tiny", "--task", "chat"), "--task chat needs a model that can talk"),
         (("--dummy", "tiny", "-m", "x"), "both --dummy and --model"),
         (("--dummy", "tiny", "--shard", "3"), "a shard of 3 ranks is not possible"),

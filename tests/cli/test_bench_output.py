@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +18,10 @@ import pytest
 from ling_local.bench import BenchProgress, compare
 from ling_local.cli.bench import bar, fit_together
 from ling_local.cli.bench_files import REPEATED, command_line
-from ling_local.cli.bench_tables import warnings
+from ling_local.cli.bench_tables import FORMATS, warnings
 from ling_local.engine.protocol import EngineInfo
 from ling_local.settings import TABLE, resolve
-from program import Program, Result, seen, watch
+from program import Program, Result, command, seen, watch
 
 Write = Callable[..., Path]
 TURN = {"steps": [{"tokens": ["a", "b", "c"], "delay_ms": 4}, {"tokens": ["d"], "delay_ms": 2}], "loop": True}
@@ -86,6 +87,8 @@ def test_a_variable_becomes_a_flag_of_that_command() -> None:
     environ = {"LING_ENGINE": "scripted"}
     assert command_line(resolve({}, environ)) == "ling bench --engine scripted"
     flags = {"engines": "native,sglang", "sglang_arg": ["tp_size=2", "a=b c"], "gpus": "0,1"}
+    line = command_line(resolve({"temperature": "0.123456789", "top_p": "1.0"}, {}))
+    assert line == "ling bench --temperature 0.123456789 --top-p 1"
     line = command_line(resolve(flags, environ))
     assert line == "ling bench --gpus 0,1 --engine native,sglang --sglang-arg tp_size=2 --sglang-arg 'a=b c'"
 
@@ -130,6 +133,8 @@ def test_a_saved_report_is_what_json_prints_and_can_be_compared_with(bench, tmp_
 def test_a_file_that_cannot_be_used_is_said_before_anything_is_measured(bench, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text('{"schema": 1}')
+    hollow = tmp_path / "hollow.json"
+    hollow.write_text('{"schema": 1, "samples": [{}], "decode": {}, "model": {}, "machine": {}, "run": {}}')
     binary = tmp_path / "binary.json"
     binary.write_bytes(b"\xff\x00")
     locked = tmp_path / "locked"
@@ -137,10 +142,12 @@ def test_a_file_that_cannot_be_used_is_said_before_anything_is_measured(bench, t
     cases = [
         (("--compare", tmp_path / "none.json"), "cannot be read"),
         (("--compare", other), "is not a report of ling bench. Write one with --save FILE."),
+        (("--compare", hollow), "is not a report of ling bench"),
         (("--compare", binary), "is not a report of ling bench"),
         (("--compare", tmp_path), "cannot be read"),
         (("--save", tmp_path / "no" / "x.json"), "there is no folder"),
         (("--plot", tmp_path), "is a folder"),
+        (("--save", tmp_path / "x", "--plot", tmp_path / "." / "x"), "--save and --plot name the same file"),
     ]
     if os.getuid():  # root may write everywhere
         cases.append((("--save", locked / "x.json"), "may not be written"))
@@ -149,6 +156,76 @@ def test_a_file_that_cannot_be_used_is_said_before_anything_is_measured(bench, t
         assert (done.code, done.out) == (2, b""), args
         assert words in done.err, args
         assert "warm-up" not in done.err
+
+
+def test_a_link_and_a_device_stay_what_they_are(bench, tmp_path: Path) -> None:
+    file, link = tmp_path / "real.json", tmp_path / "link.json"
+    file.write_text("old")
+    link.symlink_to(file)
+    assert bench("--save", link, "--plot", "/dev/null").code == 0
+    assert link.is_symlink()
+    assert json.loads(file.read_text("utf-8"))["schema"] == 1
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("more", [(), ("--check", "--task", "prose")])
+def test_a_file_that_cannot_be_written_keeps_no_report_from_stdout(bench, more: tuple[str, ...]) -> None:
+    """/dev/full is a disk without room."""
+    done = bench("--save", "/dev/full", *more)
+    assert (done.code, done.err.splitlines()[-1]) == (
+        1,
+        "ling: /dev/full cannot be written: No space left on device",
+    )
+    assert "accept length" in done.text
+    document = bench("--save", "/dev/full", "--json", *more).json
+    assert document["error"]["kind"] == "LingError"
+    assert document["reports" if not more else "rows"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_stopped_shows_and_saves_its_whole_repetitions(
+    ling: Program, write_script: Write, tmp_path: Path, number: int, code: int
+) -> None:
+    """One warm-up, two repetitions, and a third that never comes to its end."""
+    script = write_script(TURN, TURN, TURN, [{"hang": True}], clock="virtual", context=4000)
+    args = ("bench", "--engine", "scripted", "-m", script, "--tokens", "12", "--speculation", "off", "-r", "4")
+    process = ling.start(*args, "--save", tmp_path / "x.json", command=command())
+    while b"run 3/4" not in process.stderr.readline():
+        pass
+    os.kill(process.pid, number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert b"Traceback" not in err
+    assert out.startswith(b"[STOPPED after 2 of 4 repetitions: interrupted]\n")
+    assert b"exactly 12 tokens x 2," in out
+    saved = json.loads((tmp_path / "x.json").read_text("utf-8"))
+    assert [sample["tokens"] for sample in saved["samples"]] == [12, 12]
+    assert saved["marks"] == ["STOPPED after 2 of 4 repetitions: interrupted"]
+
+
+def test_a_run_that_fails_shows_what_it_had(ling: Program, write_script: Write) -> None:
+    script = write_script(TURN, TURN, [{"exit": 3}], clock="virtual", context=4000)
+    run = ("bench", "--engine", "scripted", "-m", script, "--tokens", "12", "--speculation", "off", "-r", "4")
+    done = ling(*run)
+    assert done.code == 1
+    assert done.text.startswith("[STOPPED after 1 of 4 repetitions: the engine ")
+    assert done.err.splitlines()[-1].startswith("ling: the engine ")
+    document = ling(*run, "--json").json
+    assert document["error"]["kind"] == "EngineDied"
+    assert len(document["samples"]) == 1
+
+
+def test_nothing_is_shown_of_a_run_that_ends_before_its_first_repetition(ling: Program, write_script: Write) -> None:
+    script = write_script(TURN, [{"exit": 3}], clock="virtual", context=4000)
+    done = ling("bench", "--engine", "scripted", "-m", script, "--tokens", "12", "--speculation", "off")
+    assert (done.code, done.out) == (1, b"")
+
+
+def test_prompts_of_different_lengths_are_said(ling: Program, bench) -> None:
+    document = bench("--json", "--speculation", "off").json
+    for sample, length in zip(document["samples"], (509, 1508), strict=True):
+        sample["prompt_tokens"] = length
+    assert ", 509 to 1,508 prompt tokens, " in FORMATS["table"]([document], "", None)
 
 
 def test_the_plot_has_a_line_a_repetition_and_a_bar_a_count(bench, tmp_path: Path) -> None:

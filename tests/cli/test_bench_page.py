@@ -37,6 +37,7 @@ def test_documents_hold_the_time_and_the_checks(bench: Callable[..., object]) ->
     assert document["checked"] == list(CHECKED)
     head, *rows = bench("--csv").text.splitlines()
     assert all(row.split(",")[head.split(",").index("at")].endswith("Z") for row in rows)
+    assert all(row.split(",")[head.split(",").index("command")].startswith("ling bench --model ") for row in rows)
 
 
 def test_a_misspelt_option_gets_the_one_that_begins_alike(ling: Program) -> None:

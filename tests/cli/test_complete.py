@@ -97,6 +97,8 @@ def test_crlf_input_is_continued_in_crlf(complete) -> None:
     assert crlf["text"] == "a\r\nb\r\nc\r\n"
     assert lf["usage"] == crlf["usage"]  # the model saw the same prompt
     assert complete(["a\n"], stdin=b"x\r\ny\r\n").out == b"a\r\n"
+    given = complete(["a\n", "b\n"], "-p", "x\r\ny\r\n", "--stop", "\r\n", "--json").json  # as an editor would say it
+    assert (given["text"], given["usage"]["prompt_tokens"]) == ("a", lf["usage"]["prompt_tokens"])
 
 
 def test_a_rune_split_across_tokens_comes_whole(complete) -> None:

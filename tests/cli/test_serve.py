@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from ling_local.serve.server import _not_bound
+from ling_local.errors import LingError
+from ling_local.serve.server import _Log, _not_bound, bind
 from program import Program
 from served import scripted, serving
 
@@ -55,6 +58,20 @@ def test_two_servers_do_not_share_a_port(ling: Program, write_script: Write) -> 
         assert first.chat().status == 200
 
 
+def test_a_port_is_taken_before_the_server_runs() -> None:
+    """C151: two at once."""
+    with bind("127.0.0.1", 0) as first, pytest.raises(LingError, match="in use by another program"):
+        bind("127.0.0.1", first.getsockname()[1])
+
+
+def test_the_log_has_the_trace_of_what_nobody_foresaw_and_no_word_of_what_the_end_cut() -> None:
+    lines: list[str] = []
+    log = _Log(lines.append)
+    for error in (ZeroDivisionError("here"), asyncio.CancelledError()):
+        log.emit(logging.LogRecord("uvicorn", logging.ERROR, "", 0, "Exception\n", (), (type(error), error, None)))
+    assert lines == ["ling: Exception\nZeroDivisionError: here"]
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -67,6 +84,7 @@ def test_two_servers_do_not_share_a_port(ling: Program, write_script: Write) -> 
         (("--host", "256.1.1.1"), "--host 256.1.1.1"),
         (("--api-key", " "), "the API key is empty"),
         (("--allow-origin", "*"), "every web page"),
+        (("--allow-origin", "localhost:3000"), "http://localhost:3000"),
         (("--speculation", "mtp", "--port", "0"), "has no drafter"),
     ],
 )

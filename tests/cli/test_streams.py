@@ -140,9 +140,10 @@ def test_a_full_disk_behind_stdout_is_one_line(ling: Program, write_script: Writ
 def test_closed_streams_are_no_reason_to_fall(ling: Program, write_script: Write) -> None:
     program = " ".join(COMMAND)
     script = write_script(["answer"])
-    line = f"{program} complete --engine scripted -m '{script}' -p q 2>&-"
-    done = subprocess.run(["bash", "-c", line], capture_output=True, env=ling.environment(), timeout=60)
-    assert (done.returncode, done.stdout) == (0, b"answer")
+    for stderr in ("2>&-", "2>/dev/full"):
+        line = f"{program} complete --engine scripted -m '{script}' -p q --stats {stderr}"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, env=ling.environment(), timeout=60)
+        assert (done.returncode, done.stdout) == (0, b"answer")
     done = subprocess.run(
         ["bash", "-c", f"{program} chat -p q <&- -m nosuch"], capture_output=True, env=ling.environment(), timeout=60
     )

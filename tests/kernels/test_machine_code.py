@@ -20,8 +20,9 @@ Compiled = Callable[[str, str], tuple[bytes, str]]
 
 # 16-byte loads of a thread that stand before the wait: two weight rows of DEPTH chunks, or of each slot that down wants
 EARLY = {
-    "gemm": {f"{name}_{tokens}": 8 for name in ("linear", "mlp_gate_up", "head") for tokens in (8, 16)},
-    "route": {"router_8": 8, "router_16": 8},
+    "gemm": {f"{name}_{tokens}": 8 for name in ("linear", "mlp_gate_up", "head") for tokens in (8, 16)}
+    | {"linear_normed": 8 + 2},  # and the residual stream, the norm's weight
+    "route": {"router_8": 8, "router_16": 8, "router_normed": 8 + 2},
     "part": {f"{name}_{tokens}": 8 for name in ("linear_part", "linear_part_normed") for tokens in (8, 16)},
     "moe": {"experts_gate_up_8": 8, "experts_gate_up_16": 8}
     | {f"experts_down_{8 * at}_{slots}": 2 * slots for at, forms in enumerate(DOWN_AHEAD, 1) for slots in forms},
@@ -69,13 +70,33 @@ def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path, compiled:
     assert rows == 16 + 2 + 4 + 2  # q or k, decay, v, gate and beta
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
-def test_a_merge_asks_for_all_splits_at_once(arch: str, tmp_path: Path, compiled: Compiled) -> None:
-    kernels = disassembled(compiled("mla", arch)[0], tmp_path)
+@pytest.fixture(scope="module", params=["sm_90", "sm_100", "sm_120"])
+def mla(request: pytest.FixtureRequest, compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Instructions of MLA's kernels."""
+    return disassembled(compiled("mla", request.param)[0], tmp_path_factory.mktemp("mla"))
+
+
+def test_a_merge_asks_for_all_splits_at_once(mla: dict[str, list[str]]) -> None:
     for name in ("mla_merge", "mla_merge_values"):
-        code = kernels[name]
+        code = mla[name]
         wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
         wide = [i for i, line in enumerate(code) if i > wait and WIDE.search(line)]
         first = next(i for i, line in enumerate(code) if "SHFL" in line)
         assert len(wide) == 9
         assert wide[-1] < first
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "early", "together"),
+    [("mla_query_rows", WIDE, 16, 3 * 8), ("mla_query_latent", re.compile(r"LDG\S*\.64"), 32, 8)],
+)
+def test_split_queries_ask_for_weights_then_for_activations_at_once(
+    mla: dict[str, list[str]], name: str, weights: re.Pattern, early: int, together: int
+) -> None:
+    """A warp has three rows at most to norm. mla_query_latent has three ways with a wait each: that of the products."""
+    code = mla[name]
+    product = next(i for i, line in enumerate(code) if "HMMA" in line)
+    begin, wait = [0, *(i for i in range(product) if "ACQBULK" in code[i])][-2:]
+    first = next(i for i in range(wait, len(code)) if "FFMA" in code[i] or "HMMA" in code[i])
+    assert sum(bool(weights.search(line)) for line in code[begin:wait]) == early
+    assert sum("LDG" in line for line in code[wait:first]) == together

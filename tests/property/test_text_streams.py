@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ling_local.text.channels import Channels
 from ling_local.text.clean import Newlines, read_text, visible
-from ling_local.text.stops import CodeStop, Stops
+from ling_local.text.code_stop import CodeStop
+from ling_local.text.stops import Stops
 from ling_local.text.stream import StreamText
 from ling_local.types import Channel
 
@@ -95,7 +96,6 @@ def test_stops_cut_by_definition_in_any_split(stops: list[str], text: str, at: l
     ends = Stops(stops)
     shown = joined(ends, pieces(text, at))
     assert (shown, ends.hit) == _expected(stops, text)
-    assert ends.cut == (None if ends.hit is None else len(shown))
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4), st.text("abc", max_size=40))
@@ -116,10 +116,9 @@ def test_code_ends_at_the_same_place_in_any_split(prompt: str, text: str, at: li
     whole, split = CodeStop(prompt), CodeStop(prompt)
     expected = joined(whole, [text])
     assert joined(split, pieces(text, at)) == expected
-    assert (split.hit, split.cut) == (whole.hit, whole.cut)
+    assert split.hit == whole.hit
     assert text.startswith(expected)
     assert whole.hit is not None or expected == text
-    assert whole.cut == (None if whole.hit is None else len(expected))
 
 
 @given(code, code)
@@ -137,7 +136,7 @@ def test_text_without_indentation_or_code_is_never_cut(parts: list[str]) -> None
     assert joined(CodeStop("Once upon a time"), [text]) == text
 
 
-def _channels(first: Channel, parts: list[str]) -> tuple[list[tuple[Channel, str]], tuple[str, ...], bool]:
+def _channels(first: Channel, parts: list[str]) -> tuple[list[tuple[Channel, str]], tuple[str, ...]]:
     channels = Channels(first)
     got = [piece for part in parts for piece in channels.push(part)] + channels.close()
     merged: list[tuple[Channel, str]] = []
@@ -146,7 +145,7 @@ def _channels(first: Channel, parts: list[str]) -> tuple[list[tuple[Channel, str
             merged[-1] = channel, merged[-1][1] + text
         else:
             merged.append((channel, text))
-    return merged, channels.calls, channels.ended
+    return merged, channels.calls
 
 
 @given(st.sampled_from([Channel.THINKING, Channel.ANSWER]), mixed, cuts)
@@ -159,9 +158,9 @@ def test_channels_are_the_same_in_any_split(first: Channel, text: str, at: list[
 
 @given(st.sampled_from([Channel.THINKING, Channel.ANSWER]), mixed)
 def test_channels_lose_nothing_but_think_tags_and_newlines(first: Channel, text: str) -> None:
-    out, _, ended = _channels(first, [text])
+    out, _ = _channels(first, [text])
     shown = "".join(piece for _, piece in out)
-    kept = text.removesuffix("<|role_end|>") if ended else text
+    kept = text.removesuffix("<|role_end|>")
     rest = iter(kept)
     assert all(char in rest for char in shown)  # in order
     lost = Counter(kept.replace("\n", "")) - Counter(shown.replace("\n", ""))

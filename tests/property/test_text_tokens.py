@@ -56,7 +56,7 @@ def test_streamed_tokens_equal_decode_of_all_ids(ids: list[int]) -> None:
 def test_no_message_gives_a_control_id(texts: list[str], thinking: bool) -> None:
     def conversation(texts: list[str]) -> tuple[Message, ...]:
         system, user, answer, key, result = texts
-        call = ToolCall(key or "f", json.dumps({key: answer, "n": [system]}))
+        call = ToolCall(key or "f", json.dumps({key: answer, key + "n": [system]}))
         return (
             Message("system", system),
             Message("user", user),

@@ -61,6 +61,16 @@ def test_other_names_and_addresses_where_they_are_allowed() -> None:
     assert not lets_in(Gate(hosts=("box.lan",)), "10.0.0.1")
     assert lets_in(Gate(is_local=False), "10.0.0.1:5464")
     assert not lets_in(Gate(is_local=False), "evil.test")
+    assert lets_in(Gate(hosts=("box.lan:5464",)), "Box.lan:5464")
+    assert not lets_in(Gate(hosts=("box.lan:5464", "::")), "")
+
+
+def test_a_key_is_bytes_without_the_blanks_around_it() -> None:
+    for key in (" k\u00e9 ", b" k\xff\n".decode("utf-8", "surrogateescape")):
+        sent = key.strip().encode("utf-8", "surrogateescape").decode("latin-1")  # as headers are read
+        Gate(key=key).check("/v1/models", Headers({"host": "localhost", "authorization": f"Bearer {sent}"}))
+        with pytest.raises(ApiError):
+            Gate(key=key).check("/v1/models", Headers({"host": "localhost", "authorization": "Bearer k"}))
 
 
 def test_a_foreign_host_header_is_refused_before_anything_is_done(server: Server) -> None:
@@ -93,11 +103,16 @@ def test_what_a_page_may_send_without_being_asked_is_refused(server: Server) -> 
 
 
 def test_origins_that_were_named_may_read(start) -> None:
-    with start("--allow-origin", "http://page.test") as server:
+    with start("--allow-origin", "http://page.test/") as server:
         asked = {"origin": "http://page.test", "access_control_request_method": "POST"}
+        asked["access_control_request_headers"] = "authorization,content-type,x-stainless-os"  # as the openai client
         preflight = server.ask("OPTIONS", "/v1/chat/completions", **asked)
+        assert preflight.status == 200
         assert preflight.headers["access-control-allow-origin"] == "http://page.test"
-        assert server.ask("GET", "/v1/models", origin="http://page.test").headers["access-control-allow-origin"]
+        assert "x-stainless-os" in preflight.headers["access-control-allow-headers"]
+        answer = server.ask("GET", "/v1/models", origin="http://page.test")
+        assert answer.headers["access-control-allow-origin"]
+        assert answer.headers["access-control-expose-headers"] == "Retry-After"
         assert "access-control-allow-origin" not in server.ask("GET", "/v1/models", origin=EVIL).headers
 
 
@@ -149,6 +164,22 @@ def test_a_body_that_is_too_large_is_refused_by_its_word_and_by_its_bytes(server
 def test_a_body_that_is_no_json_object_is_a_400(server: Server, body: bytes) -> None:
     reply = server.ask("POST", "/v1/chat/completions", body)
     assert (reply.status, reply.json["error"]["code"]) == (400, "invalid_json")
+
+
+def test_half_a_surrogate_pair_in_a_name_is_a_400(server: Server) -> None:
+    reply = server.ask("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "\ud83d": 1})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "\ud83d")
+
+
+def test_the_log_is_one_short_line_a_request_whatever_comes(server: Server) -> None:
+    server.ask("GET", "/" + "x" * 30_000)
+    assert server.ask("GET", "/v1/models", connection="Upgrade, HTTP2-Settings", upgrade="h2c").status == 200
+    with socket.create_connection((server.host, server.port), timeout=20) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: 9\r\n\r\n{{".encode())
+    server.wait_line("POST /v1/completions left")
+    assert len(server.lines) == 4
+    assert max(map(len, server.lines)) < 300
 
 
 def test_unknown_paths_and_methods_are_errors_in_the_same_shape(server: Server) -> None:

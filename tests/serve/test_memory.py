@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ling_local.serve.memory import Memory
-from ling_local.types import Message, ToolCall
+from ling_local.serve.service import Service
+from ling_local.serve.slot import Slot
+from ling_local.serve.wire import Call
+from ling_local.types import Message, Request, ToolCall
 
 BEFORE = (Message("system", "be brief"), Message("user", "one"))
 SAID = Message("assistant", "yes", "hm", (ToolCall("f", '{"a": 1, "b": [2]}'),), (1, 2, 3))
@@ -75,3 +82,15 @@ def test_a_turn_that_is_used_stays(memory: Memory) -> None:
     memory.keep((Message("user", "1"),), replace(SAID, ids=(0,) * 4))
     assert memory.recall((*BEFORE, SENT))[2].ids == (1, 2, 3)
     assert memory.recall((Message("user", "0"), SENT))[1].ids == ()
+
+
+def test_one_thread_looks_and_keeps_though_texts_are_encoded_in_another() -> None:
+    """While a turn is looked up, none may be dropped."""
+    threads: list[int] = []
+    recalling = SimpleNamespace(recall=lambda messages: threads.append(threading.get_ident()) or messages)
+    encoding: Any = SimpleNamespace(encode=lambda request: threads.append(threading.get_ident()) or [1])
+    engine = SimpleNamespace(info=SimpleNamespace(context_limit=9))
+    about: Any = {"engine": engine, "settings": {}, "say": None, "info": engine.info}
+    service = Service(text_model=encoding, names=("m",), slot=Slot(1), memory=recalling, **about)
+    asyncio.run(service.prepare(Call(Request(BEFORE), is_chat=True)))
+    assert threads[0] == threading.get_ident() != threads[1]

@@ -113,6 +113,14 @@ def test_a_call_opened_inside_thinking_still_counts(client) -> None:
     assert choice.message.tool_calls[0].function.arguments == '{"path": "x"}'
 
 
+def test_arguments_may_spell_what_utf8_cannot(client) -> None:
+    with client(tool_call("write_file", ("mode", '"\\ud83d"'))) as (api, _):
+        (call,) = (
+            api.chat.completions.create(model="script", messages=HELLO, tools=[TOOL]).choices[0].message.tool_calls
+        )
+    assert call.function.arguments == '{"mode": "\ud83d"}'
+
+
 def test_several_calls_or_one_as_the_client_wants(client) -> None:
     turn = [*tool_call("write_file", ("path", "a")), "\n", *tool_call("write_file", ("path", "b"))]
     with client(turn) as (api, _):
@@ -242,6 +250,8 @@ def test_a_completion_of_raw_text(client) -> None:
         answer = api.completions.create(model="script", prompt="# a function\n", stop="return")
         chunks = list(api.completions.create(model="script", prompt=["# a function\n"], stream=True))
         cut = api.completions.create(model="script", prompt="x", max_tokens=1)
+        with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+            api.completions.create(model="script", prompt="", stream=True)
     assert answer.object == "text_completion"
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("def f(x):\n    ", "stop")
     assert answer.usage.prompt_tokens == len("# a function\n")

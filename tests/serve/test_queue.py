@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 from openai import OpenAI
 
+from ling_local.engine.protocol import EngineInfo
+from ling_local.errors import EngineDied, LingError
+from ling_local.serve.app import make_app
+from ling_local.serve.guard import Gate
+from ling_local.serve.service import Service
+from ling_local.serve.slot import Slot
 from program import FULL, Program, group_is_gone
 from served import Server, scripted
 
@@ -193,6 +202,32 @@ def test_an_engine_that_dies_is_said_and_ends_the_server(start) -> None:
         assert "ended with exit code 3" in reply.json["error"]["message"]
         assert server.process.wait(10) == 1
     assert any(line.startswith("ling: the engine process ended with exit code 3") for line in server.lines)
+
+
+def test_an_engine_that_died_while_nobody_asked_is_no_healthy_server() -> None:
+    class Dead:
+        @property
+        def info(self) -> EngineInfo:
+            raise EngineDied("the engine process was killed by SIGKILL")
+
+    ended: list[LingError] = []
+    about: Any = {"engine": Dead(), "text_model": None, "settings": {}, "info": object()}
+    service = Service(names=("m",), slot=Slot(1), say=print, on_fatal=ended.append, **about)
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/health",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+    }
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(make_app(service, Gate())(scope, None, send))  # type: ignore[arg-type]
+    assert (sent[0]["status"], json.loads(sent[1]["body"])["status"]) == (503, "failed")
+    assert isinstance(ended[0], EngineDied)
 
 
 def test_a_load_that_fails_ends_the_server_with_its_reason(ling: Program, write_script: Write) -> None:

@@ -45,6 +45,8 @@ def test_zero_and_empty_are_values_and_null_is_none(settings: Settings) -> None:
     assert call.request.sampling == SamplingParams(0.0, 0, 1.0, 0)
     assert (call.request.max_tokens, call.request.stop, call.request.think_budget) == (0, ("",), 0)
     assert chat(settings, temperature=None).request.sampling.temperature == 0.5
+    within = chat(settings, stream_options={"include_usage": None}, chat_template_kwargs={"enable_thinking": None})
+    assert (within.include_usage, within.request.thinking) == (False, True)
 
 
 def test_a_negative_seed_is_a_seed(settings: Settings) -> None:
@@ -70,6 +72,8 @@ def test_both_names_of_the_limit(settings: Settings) -> None:
         ({"seed": "x"}, "seed"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"think_budget": -1}, "think_budget"),
         ({"stop": 5}, "stop"),
         ({"stop": ["a", 5]}, "stop"),
         ({"stop": ["a"] * 65}, "stop"),
@@ -84,6 +88,7 @@ def test_both_names_of_the_limit(settings: Settings) -> None:
         ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": ["a"]}}}]}, "tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"messages": "hi"}, "messages"),
         ({"messages": ["hi"]}, "messages"),
@@ -148,6 +153,14 @@ def test_arguments_that_are_no_object_do_not_end_the_conversation(settings: Sett
         call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": given}}
         prompt = chat(settings, messages=[*USER, {"role": "assistant", "tool_calls": [call]}]).request.prompt
         assert json.loads(prompt[1].tool_calls[0].arguments) == {"arguments": given}
+
+
+def test_what_is_nested_too_deeply_is_said_so(settings: Settings) -> None:
+    deep = "[" * 50_000
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": deep}}
+    assert "nested too deeply" in refusal(settings, messages=[{"role": "assistant", "tool_calls": [call]}]).message
+    with pytest.raises(ApiError, match="nested too deeply"):
+        read_json(deep.encode())
 
 
 def test_lone_surrogates_do_not_get_in(settings: Settings) -> None:

@@ -78,13 +78,11 @@ def test_a_thinking_budget_by_flag_and_by_command(talk: Start) -> None:
     assert "2 tokens" in seen.ask("q2")
 
 
-def test_a_tool_call_is_shown_as_one(talk: Start) -> None:
-    call = [
-        {"control": "<tool_call>"}, "look_up\n", {"control": "<arg_key>"}, "city", {"control": "</arg_key>"}, "\n",
-        {"control": "<arg_value>"}, "Rome", {"control": "</arg_value>"}, "\n", {"control": "</tool_call>"},
-    ]  # fmt: skip
-    seen = talk(call)
-    assert 'look_up(city="Rome")' in seen.ask("q")
+def test_the_tags_of_a_tool_call_are_text_like_any_other(talk: Start) -> None:
+    call = [{"control": "<tool_call>"}, "look_up\n", {"control": "</tool_call>"}, " is how it is written"]
+    shown = talk(call).ask("q")
+    assert "<tool_call>look_up" in shown
+    assert "</tool_call> is how it is written" in shown
 
 
 def test_a_second_turn_reads_only_what_is_new(talk: Start) -> None:

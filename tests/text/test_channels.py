@@ -16,7 +16,7 @@ CALL = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_cal
 END = "<|role_end|>"
 
 
-def _split(first: Channel, text: str, size: int) -> tuple[list[tuple[Channel, str]], Channels]:
+def _split(first: Channel, text: str, size: int) -> list[tuple[Channel, str]]:
     channels = Channels(first)
     pieces = [p for i in range(0, len(text), size) for p in channels.push(text[i : i + size])]
     pieces += channels.close()
@@ -27,7 +27,7 @@ def _split(first: Channel, text: str, size: int) -> tuple[list[tuple[Channel, st
             merged[-1] = channel, merged[-1][1] + piece
         else:
             merged.append((channel, piece))
-    return merged, channels
+    return merged
 
 
 CASES = {
@@ -66,14 +66,7 @@ CASES = {
 def test_channels_are_told_apart_for_any_split(name: str) -> None:
     first, text, expected = CASES[name]
     for size in (1, 2, 3, 5, 8, 13, 1000):
-        assert _split(first, text, size)[0] == expected
-
-
-def test_a_spelt_out_end_of_turn_ends_it_only_at_the_very_end() -> None:  # C159
-    for size in (1, 4, 100):
-        assert _split(ANSWER, "yes" + END, size)[1].ended
-        assert not _split(ANSWER, f"yes{END} no", size)[1].ended
-        assert not _split(ANSWER, "yes<|role_", size)[1].ended
+        assert _split(first, text, size) == expected
 
 
 def test_only_what_may_be_a_tag_is_held_back() -> None:
@@ -144,6 +137,23 @@ def test_a_schema_that_says_string_keeps_the_text() -> None:
         assert json.loads(call.arguments) == {"a": "1", "b": 2, "c": "3"}
     null = parse_tool_call("f<arg_key>c</arg_key><arg_value>null</arg_value>", [json.dumps(tool)])
     assert json.loads(null.arguments) == {"c": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "value"),
+    [
+        ({"a": {"anyOf": [{"type": "string"}, {"type": "null"}]}}, "123"),  # an optional text, as pydantic writes it
+        ({"a": {"oneOf": [{"type": ["string", "null"]}]}}, "123"),
+        ({"a": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}, 123),
+        ({"a": {"anyOf": "string"}}, 123),
+        ({"a": True}, 123),
+        (["a"], 123),
+    ],
+)
+def test_types_are_found_where_a_schema_has_them(fields: object, value: object) -> None:
+    schema = json.dumps({"name": "f", "parameters": {"properties": fields}})
+    call = parse_tool_call("f<arg_key>a</arg_key><arg_value>123</arg_value>", [schema])
+    assert json.loads(call.arguments) == {"a": value}
 
 
 @pytest.mark.parametrize("text", ["", "<tool_call></tool_call>", "\n<arg_key>a</arg_key><arg_value>1</arg_value>"])

@@ -10,10 +10,10 @@ import pytest
 from ling_local.text.stops import Stops
 
 
-def _run(stops: list[str], pieces: list[str]) -> tuple[str, str | None, int | None]:
+def _run(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:
     ends = Stops(stops)
     text = "".join(map(ends.push, pieces)) + ends.close()
-    return text, ends.hit, ends.cut
+    return text, ends.hit
 
 
 def test_text_before_the_stop_comes_out_and_nothing_after() -> None:
@@ -21,7 +21,7 @@ def test_text_before_the_stop_comes_out_and_nothing_after() -> None:
     assert stops.push("abcE") == "abc"
     assert stops.push("N") == ""
     assert stops.push("Dxyz") == ""
-    assert (stops.hit, stops.cut) == ("END", 3)
+    assert stops.hit == "END"
     assert stops.push("more") == ""
     assert stops.close() == ""
 
@@ -34,7 +34,6 @@ def test_only_what_may_become_a_stop_is_held_back() -> None:
     assert stops.push("\n") == ""
     assert stops.close() == "\n"
     assert stops.hit is None
-    assert stops.cut is None
 
 
 @pytest.mark.parametrize(
@@ -57,8 +56,7 @@ def test_only_what_may_become_a_stop_is_held_back() -> None:
 def test_the_stop_that_completes_first_wins(stops: list[str], text: str, shown: str, hit: str | None) -> None:
     for size in (1, 2, 3, 100):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        cut = None if hit is None else len(shown)
-        assert _run(stops, pieces) == (shown, hit, cut)
+        assert _run(stops, pieces) == (shown, hit)
 
 
 def _held_back_seconds(length: int) -> float:

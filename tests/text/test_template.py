@@ -12,6 +12,7 @@ import pytest
 import ling_local
 from ling_local.errors import ModelError, UsageError
 from ling_local.text.template import ChatTemplate, messages_from_openai
+from ling_local.text.tokenizer import Tokenizer
 from ling_local.types import Channel, Message, ToolCall
 from text.samples import CONTROL, HARD_TEXTS, ling_tokenizer, tokenizer_without_tags
 
@@ -207,6 +208,19 @@ def test_generated_ids_are_spliced_where_their_text_is_the_templates(
     assert tokens.decode(following) == template.render(turns, thinking=thinking)
 
 
+@pytest.mark.parametrize("tokens", [ling_tokenizer(), tokenizer_without_tags()])
+def test_a_turn_that_was_cut_in_its_thought_is_spliced_and_the_thought_closed(
+    template: ChatTemplate, tokens: Tokenizer
+) -> None:
+    """Ctrl-C, or the limit: the next prompt must not run on inside of that thought."""
+    ids = (*tokens.encode("let"), *tokens.encode(" me see"))
+    turns = (Message("user", "q"), Message("assistant", "", "let me see", ids=ids), Message("user", "go on"))
+    prompt = template.encode(tokens, turns[:1], thinking=True)
+    following = template.encode(tokens, turns, thinking=True)
+    assert following[: len(prompt) + len(ids)] == [*prompt, *ids]
+    assert tokens.decode(following) == template.render(turns, thinking=True)
+
+
 def test_a_second_answer_does_not_take_the_place_of_an_equal_first_one(template: ChatTemplate) -> None:
     tokens = ling_tokenizer()
     ids = tuple(_odd("same"))
@@ -239,6 +253,16 @@ def test_a_tool_call_turn_is_spliced_through_its_end(template: ChatTemplate) -> 
     following = template.encode(tokens, spliced, thinking=True)
     assert following[: len(template.encode(tokens, turns[:1], thinking=True)) + len(ids)][-len(ids) :] == ids
     assert tokens.decode(following) == written
+
+
+def test_a_turn_that_quotes_a_call_is_spliced(template: ChatTemplate) -> None:
+    """No tool was offered, and the tags that the model wrote as control tokens are the answer's text."""
+    tokens = ling_tokenizer()
+    ids = (tokens.control["<tool_call>"], *tokens.encode("opens a call"))
+    asked = Message("user", "tags?")
+    turns = (asked, Message("assistant", "<tool_call>opens a call", ids=ids), Message("user", "and?"))
+    prompt = template.encode(tokens, (asked,), thinking=False)
+    assert template.encode(tokens, turns, thinking=False)[: len(prompt) + len(ids)] == [*prompt, *ids]
 
 
 SPOKEN = "<tool_call>now\n<arg_key>zone</arg_key>\n<arg_value>UTC</arg_value>\n</tool_call>"
@@ -303,6 +327,26 @@ def test_splicing_works_where_tags_are_plain_text(template: ChatTemplate) -> Non
     following = template.encode(tokens, turns, thinking=True)
     assert tokens.decode(following) == template.render(turns, thinking=True)
     assert any(tuple(following[i : i + len(ids)]) == ids for i in range(len(following)))
+
+
+def test_a_growing_conversation_encodes_only_what_is_new(
+    template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode = Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda tokens, text: encoded.append(text) or encode(tokens, text))
+    tokens = ling_tokenizer()
+    turns = (Message("system", "Be brief."), *_chat((), "yes"))
+    first = template.encode(tokens, turns, thinking=False, tools=(TOOL,))
+    encoded.clear()
+    assert template.encode(tokens, turns, thinking=False, tools=(TOOL,)) == first
+    assert encoded == []
+    template.encode(
+        tokens, (*turns, Message("assistant", "no"), Message("user", "four")), thinking=False, tools=(TOOL,)
+    )
+    assert encoded == ["no", "four"]
+    other = tokenizer_without_tags()
+    assert template.encode(other, turns, thinking=False) == ChatTemplate.load(DEMO).encode(other, turns, thinking=False)
 
 
 def test_a_long_conversation_encodes_in_linear_time(template: ChatTemplate) -> None:

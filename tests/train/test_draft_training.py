@@ -18,6 +18,7 @@ from ling_local.engine.layout import DRAFT_COPIES, draft_layout
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.width import WidthRule
 from ling_local.errors import EngineError, ModelError, UsageError
+from ling_local.paths import demo_dir
 from ling_local.train import draft_run
 from ling_local.train.__main__ import app
 from ling_local.train.draft_commands import parse_heats, parse_taps
@@ -400,6 +401,11 @@ def test_one_command_makes_a_draft_that_the_engine_loads(
         catch_exceptions=False,
     )
     assert json.loads(shown.stdout)["accept"]["heldout_code"]["prompts"] == 3
+    made = json.loads((model / "dspark" / "training.json").read_text())
+    shipped = json.loads((demo_dir() / "dspark" / "training.json").read_text())
+    assert (made["steps"], made["text_tokens"], made["machine"]) == (4, 8 * 48, "a CPU")
+    assert {name: type(value) for name, value in made.items()} == {n: type(v) for n, v in shipped.items() if n in made}
+    assert shipped.keys() - made.keys() == {"text_tok_s", "commit"}  # the card can do without
 
 
 def test_the_ablation_compares_equal_steps_on_equal_text(

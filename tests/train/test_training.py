@@ -13,14 +13,16 @@ import torch
 
 from ling_local.engine.config import load_model_config
 from ling_local.errors import EngineError, ModelError
+from ling_local.paths import demo_dir
 from ling_local.train.batches import Mix, Sampler
-from ling_local.train.card import write_card
+from ling_local.train.card import draft_section, write_card
 from ling_local.train.corpus import TokenSet
 from ling_local.train.evaluate import evaluate, windows
-from ling_local.train.loop import Plan, Step, schedule, train
+from ling_local.train.loop import Plan, Step, train
 from ling_local.train.net import make_net
 from ling_local.train.optim import Optimizer, Recipe, is_matrix, orthogonal
-from ling_local.train.run import on_device
+from ling_local.train.run import on_device, sample
+from ling_local.train.stepping import schedule
 from ling_local.train.weights import new_params
 
 CONFIG = load_model_config(Path(__file__).parents[1] / "golden" / "flashlike")
@@ -187,3 +189,12 @@ def test_the_card_is_written_from_what_was_measured(tmp_path: Path) -> None:
     ):
         assert expected in text
     assert "$" not in text
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json: not there"):
+        sample(tmp_path, tmp_path, lambda text: None)
+
+
+def test_the_shipped_card_says_what_the_files_of_the_draft_say() -> None:
+    assert draft_section(demo_dir() / "dspark") in (demo_dir() / "README.md").read_text(encoding="utf-8")

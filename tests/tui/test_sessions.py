@@ -88,7 +88,10 @@ def test_files_are_private_from_the_first_byte(home: Path) -> None:
     assert session.file.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("broken", [b'{"kind":"us', b'{"kind":"user","text":"x"', b"\xff\xfe\x00", b'{"kind":"part"}'])
+@pytest.mark.parametrize(
+    "broken",
+    [b'{"kind":"us', b'{"kind":"user","text":"x"', b"\xff\xfe\x00", b'{"kind":"part"}', b'{"kind":"open","pid":1e999}'],
+)
 def test_what_was_broken_off_costs_itself_only(broken: bytes) -> None:
     session = SessionFile.create("m")
     turn(session, "one", "1")
@@ -182,6 +185,7 @@ def test_finding_by_name_number_beginning_and_last() -> None:
     assert sessions.find("1").stem == names[2]
     assert sessions.find("3").stem == names[0]
     assert sessions.find(names[1]).stem == names[1]
+    assert sessions.find(str(sessions.find(names[1]))).stem == names[1]  # as /save says where a talk is kept
     assert sessions.find(names[1][:-1] if names[1][:-1] not in names[0] + names[2] else names[1]).stem == names[1]
     assert [item.title for item in sessions.list_sessions()] == ["talk 2", "talk 1", "talk 0"]
     assert sessions.names() == tuple(reversed(names))
@@ -190,6 +194,26 @@ def test_finding_by_name_number_beginning_and_last() -> None:
     for wrong in ("nosuch", "9", "", "../../etc/passwd"):
         with pytest.raises(UsageError, match="no session"):
             sessions.find(wrong)
+
+
+def test_the_last_talk_is_one_in_which_something_was_said() -> None:
+    session = SessionFile.create("m")
+    turn(session, "a talk", "x")
+    session.close()
+    stopped = SessionFile.create("m")  # Ctrl-C before the first word of its only answer
+    stopped.asked("never mind")
+    stopped.failed()
+    stopped.close()
+    os.utime(session.file, (1000, 1000))
+    assert sessions.find("last") == session.file
+
+
+def test_a_link_to_nothing_hides_no_session(home: Path) -> None:
+    session = SessionFile.create("m")
+    turn(session, "a talk", "x")
+    (home / f".#{session.file.name}").symlink_to("someone@host.1234")  # as Emacs locks a file that it edits
+    assert sessions.find("last") == session.file
+    assert len(sessions.list_sessions()) == 1
 
 
 def test_without_any_session() -> None:
@@ -246,6 +270,36 @@ def test_ids_of_another_model_are_dropped_on_resume() -> None:
     other = Keeper(True)
     assert other.resume(file, "another").messages[1] == Message("assistant", "a")
     other.close()
+
+
+def test_ids_from_before_a_change_of_the_model_are_dropped() -> None:
+    session = SessionFile.create("one model")
+    turn(session, "one", "1", ids=(8, 9))
+    session.asked("two")
+    session.part(Channel.ANSWER, "cut", (10,))
+    session.model("another")
+    turn(session, "three", "3", ids=(1,))
+    saved = read(session.file)
+    assert [(m.content, m.ids) for m in saved.messages[1::2]] == [("1", ()), ("cut", ()), ("3", (1,))]
+
+
+def test_a_full_disk_leaves_no_empty_session_and_no_lock(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = SessionFile.create("m")
+    turn(session, "one", "1")
+    session.close()
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        for refused in (lambda: SessionFile.create("m"), lambda: SessionFile.resume(session.file)):
+            with pytest.raises(OSError, match="No space"):
+                refused()
+    assert list(home.iterdir()) == [session.file]
+    again, saved = SessionFile.resume(session.file)
+    again.close()
+    assert len(saved.messages) == 2
 
 
 def test_a_session_that_cannot_be_taken_leaves_the_one_at_hand() -> None:

@@ -14,7 +14,7 @@ from ling_local.engine.protocol import EngineSpec
 from ling_local.generate import TextModel, generate
 from ling_local.text.clean import visible
 from ling_local.tui import view
-from ling_local.tui.events import Call, Fold, Sent, Summary
+from ling_local.tui.events import Fold, Sent, Summary
 from ling_local.tui.figures import now
 from ling_local.tui.model import ChatState, apply
 from ling_local.types import Channel, Event, Request
@@ -84,18 +84,6 @@ def test_thoughts_are_timed_by_the_engines_clock(write_script: Write) -> None:
     assert isinstance(fold, Fold)
     assert fold.tokens == 12  # the closing tag is one of them
     assert fold.time_s == pytest.approx(5.0, abs=0.05)  # from the first token of it to the last
-
-
-def test_a_call_inside_a_thought_is_shown_as_a_call(write_script: Write) -> None:
-    """C157: the model opens a call before it closes its thinking."""
-    call = [{"control": "<tool_call>"}, "read\n", {"control": "<arg_key>"}, "path", {"control": "</arg_key>"}]
-    call += [{"control": "<arg_value>"}, "a.txt", {"control": "</arg_value>"}, {"control": "</tool_call>"}]
-    seen = states(play(write_script([["I must look"], *call, EOS]), CHAT).events)
-    kinds = [type(item) for item in seen[-1].log]
-    assert kinds == [Fold, Call, Summary]
-    assert seen[-1].log[1] == Call("read", '{"path": "a.txt"}')
-    assert seen[-1].log[2].answered
-    assert seen[-1].messages[1].tool_calls[0].name == "read"
 
 
 def test_a_talk_goes_on_from_the_screens_own_messages(write_script: Write) -> None:

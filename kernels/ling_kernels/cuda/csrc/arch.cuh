@@ -158,6 +158,7 @@ __device__ __forceinline__ void let_next_start_early() {
 // Have a number or an address worked out where this stands in the program, before the wait, rather than where it is
 // first used.
 __device__ __forceinline__ void settle_here(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void settle_here(float& x) { asm volatile("" : "+f"(x)); }
 __device__ __forceinline__ void settle_here(const bf16*& x) { asm volatile("" : "+l"(x)); }
 
 // ---- warp ------------------------------------------------------------------------------------------------------

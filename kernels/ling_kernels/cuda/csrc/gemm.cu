@@ -1,5 +1,6 @@
 // Projections, the dense MLP's first half and the language-model head.
 #include "gemm.cuh"
+#include "norm.cuh"
 
 template <int NT>
 struct StoreRows {
@@ -99,6 +100,15 @@ __device__ __forceinline__ void linear(
   stream_tiles<NT>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
+// One row that every block makes for itself.
+struct NormedRow : Tokens {
+  RowToNorm made;
+
+  __device__ __forceinline__ static uint4 load(const bf16* from) { return *reinterpret_cast<const uint4*>(from); }
+  __device__ __forceinline__ void ask() { made.ask(); }
+  __device__ __forceinline__ void make() { made.make(blockIdx.x); }
+};
+
 template <int NT>
 __device__ __forceinline__ void mlp_gate_up(
     const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, int per) {
@@ -124,6 +134,19 @@ __device__ __forceinline__ void head(
   }
 LINEAR(linear_8, 1)
 LINEAR(linear_16, 2)
+
+// The same for one row that exchange_norm's arguments make: x_out and h are written, too. Grid: ceil(n / 16). Shared: behind
+// the sums the row, k + 8 values.
+extern "C" __global__ void __launch_bounds__(512, 1) linear_normed(
+    const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int k, float eps,
+    const bf16* w, bf16* out, int n) {
+  DYNAMIC_SHARED(shared);
+  __shared__ float warps[WARP];
+  bf16* row = reinterpret_cast<bf16*>(sums_of<1>(reinterpret_cast<float*>(shared), 2));
+  const RowToNorm made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};
+  StoreRows<1> store = {out, n, 1};
+  stream_tiles<1>(Matrix{w, n, k, 1}, NormedRow{{row, k, k, 1}, made}, Plain{}, store);
+}
 
 // x [*, k], w [2 inner, k] rows gate‖up -> out [*, inner]. Grid: ceil(inner / 8 / per).
 #define MLP_GATE_UP(NAME, NT)                                                                                     \

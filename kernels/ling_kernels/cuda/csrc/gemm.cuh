@@ -62,21 +62,26 @@ __device__ __forceinline__ void multiply(float (&sums)[NT][4], const Chunk& w, c
   }
 }
 
-// Tokens: the first `rows` of x [*, width], pitch values apart.
+// Tokens: the first `rows` of x [*, width], pitch values apart. ask() comes before the wait and make() after it, where a
+// kernel makes its tokens itself.
 struct Tokens {
   const bf16* x;
   int width, pitch, rows;
+
+  __device__ __forceinline__ static uint4 load(const bf16* from) { return load_activations(from); }
+  __device__ __forceinline__ void ask() {}
+  __device__ __forceinline__ void make() {}
 };
 
-template <int NT>
-__device__ __forceinline__ void load_tokens(uint4 (&to)[NT], const Tokens& tokens, int k) {
+template <int NT, class Input>
+__device__ __forceinline__ void load_tokens(uint4 (&to)[NT], const Input& tokens, int k) {
   const int group = threadIdx.x % WARP / 4;
   const bool inside = k < tokens.width;
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     const int token = n * 8 + group;
     const bf16* from = tokens.x + (token < tokens.rows ? token : 0) * tokens.pitch + (inside ? k : 0);
-    const uint4 v = load_activations(from);
+    const uint4 v = Input::load(from);
     to[n] = inside ? v : make_uint4(0, 0, 0, 0);
   }
 }
@@ -142,9 +147,9 @@ struct Plain {
 // A warp has one span on its way. Right after its products are sent, so is for the next one, weights and tokens, over
 // the seam between two tiles as well: all that a warp waits for is memory. A width that is not made of whole spans is
 // walked span by span without that.
-template <int NT, class Source, class Factor, class Epilogue>
+template <int NT, class Source, class Input, class Factor, class Epilogue>
 __device__ __forceinline__ void stream_tiles(
-    const Source& source, const Tokens& tokens, const Factor& factor, Epilogue& epilogue) {
+    const Source& source, Input tokens, const Factor& factor, Epilogue& epilogue) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
   const int group = lane / 4, column = lane % 4 * 8, first = warp * SPAN, hop = warps * SPAN;
@@ -166,7 +171,7 @@ __device__ __forceinline__ void stream_tiles(
   };
   auto activations = [&](int s) {
 #pragma unroll
-    for (int n = 0; n < NT; ++n) x[s][n] = load_activations(token[n] + s * CHUNK);
+    for (int n = 0; n < NT; ++n) x[s][n] = Input::load(token[n] + s * CHUNK);
   };
   auto first_activations = [&] {
     if (!busy) return;
@@ -188,8 +193,10 @@ __device__ __forceinline__ void stream_tiles(
     settle_here(token[n]);
   }
 
+  tokens.ask();
   wait_for_producer();
   let_next_start();
+  tokens.make();
   if (early) {
     first_activations();
   } else {

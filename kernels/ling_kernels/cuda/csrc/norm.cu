@@ -21,23 +21,14 @@ __device__ __forceinline__ void exchange_norm_row(
   float add[8];
   if (partial.at != nullptr) partial.read(add, base, inside);
   if (partial.at == nullptr) old = load16(x + base, inside);
-  float value[8], scale[8];
+  float value[8];
   unpack(value, old);
   if (partial.at != nullptr) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) value[i] += add[i];
-    const uint4 rounded = pack(value);
-    if (inside) *reinterpret_cast<uint4*>(x_out + base) = rounded;
-    unpack(value, rounded);  // the norm sees what the residual stream holds
+    const uint4 total = added(value, add);
+    if (inside) *reinterpret_cast<uint4*>(x_out + base) = total;
   }
-  float squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) squares += value[i] * value[i];
-  const float factor = rsqrtf(block_sum(squares, warps) * each + eps);
-  unpack(scale, w);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) value[i] *= factor * scale[i];
-  if (inside) *reinterpret_cast<uint4*>(h + base) = pack(value);
+  const uint4 out = normed(value, w, each, eps, warps);
+  if (inside) *reinterpret_cast<uint4*>(h + base) = out;
 }
 
 // partial: bf16 [rows, width], or fp32 [parts, .., width] with `pitch` values from part to part. Grid: rows. Block:
