@@ -216,7 +216,7 @@ class App:
         if kept:
             last = self.state.turns[-1]
             self.attached = self.attached[len(attached) :]
-            self.keeper.ended(last.reason.value if last.reason else "", last.calls)
+            self.keeper.ended(last.reason.value if last.reason else "")
         else:
             self.keeper.failed()
             if taken:  # the answer that was to be replaced is better than none

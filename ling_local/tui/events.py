@@ -98,15 +98,6 @@ class Thought:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A tool call. name "" where the model wrote something that is none; arguments is then that text."""
-
-    name: str
-    arguments: str
-    cut: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """The quiet line that ends a turn."""
 
@@ -115,4 +106,4 @@ class Summary:
     answered: bool = True
 
 
-Item = Question | Fold | Thought | Block | Call | Summary | Line
+Item = Question | Fold | Thought | Block | Summary | Line

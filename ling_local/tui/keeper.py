@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ling_local.errors import UsageError
 from ling_local.sessions import Saved, SessionFile, read
-from ling_local.types import Channel, Message, TokenEvent, ToolCall
+from ling_local.types import Channel, Message, TokenEvent
 
 _PART_S = 1.0  # at most so much of an answer is lost with the process
 
@@ -56,10 +56,10 @@ class Keeper:
         if time.monotonic() >= self._due_s:
             self._flush()
 
-    def ended(self, reason: str, calls: tuple[ToolCall, ...]) -> None:
+    def ended(self, reason: str) -> None:
         """The answer is whole, or cut; it is part of the talk."""
         self._flush()
-        self._write(lambda session: session.done(reason, calls))
+        self._write(lambda session: session.done(reason))
 
     def failed(self) -> None:
         """The question got no answer that is kept."""

@@ -12,12 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ling_local.errors import LingError, ModelError
-from ling_local.text.channels import parse_tool_call
+from ling_local.errors import LingError
 from ling_local.text.clean import visible
 from ling_local.tui.blocks import Block, Blocks, close, push
 from ling_local.tui.events import (
-    Call,
     Cut,
     Failed,
     Fold,
@@ -32,7 +30,7 @@ from ling_local.tui.events import (
     ThinkShown,
     Thought,
 )
-from ling_local.tui.grown import Grown, newest_text
+from ling_local.tui.grown import Grown
 from ling_local.types import (
     Channel,
     Event,
@@ -46,7 +44,6 @@ from ling_local.types import (
 )
 
 NUM_MARKS = 64  # steps that the strip and the current figures look back on
-_CALL_END = "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +61,7 @@ class Turn:
     """A question and what came back so far, by channel, in pieces.
 
     blocks     the answer's splitter; `blocks.tail` is the open block
-    open_call  pieces of the tool call under way; open_thought those of the thought's last line
+    open_thought  pieces of the last line of the thought under way
     thought_tokens, thought_start_s   the thought under way: its tokens, where it began on the engine's clock (None:
                with the first token); thought_s: what the thoughts before it took
     stopping   the person wants no more of it
@@ -74,11 +71,10 @@ class Turn:
     prompt: str
     answer: Grown[str] = field(default_factory=Grown)
     thinking: Grown[str] = field(default_factory=Grown)
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[ToolCall, ...] = ()  # of a talk that came from elsewhere; here the model is given no tools
     channel: Channel | None = None
     stopping: bool = False
     blocks: Blocks = field(default_factory=Blocks)
-    open_call: Grown[str] = field(default_factory=Grown)
     open_thought: Grown[str] = field(default_factory=Grown)
     thought_tokens: int = 0
     thought_start_s: float | None = None
@@ -154,8 +150,7 @@ def _take_tokens(state: ChatState, event: TokenEvent) -> ChatState:
         return _think(state, event)
     if not event.text:
         return state
-    state = _fold(state)
-    return _answer(state, event.text) if event.channel is Channel.ANSWER else _call(state, event.text)
+    return _answer(_fold(state), event.text)
 
 
 def _think(state: ChatState, event: TokenEvent) -> ChatState:
@@ -211,31 +206,6 @@ def _close_block(state: ChatState) -> ChatState:
     return _changed(state, state.turn, *done, blocks=Blocks(opened=Block("", gap=True))) if done else state
 
 
-def _call(state: ChatState, text: str) -> ChatState:
-    """A piece of a tool call, or the end of one and the beginning of the next."""
-    if not state.turn.open_call:
-        if not text.strip():
-            return state  # blanks between calls
-        state = _close_block(state)
-    pieces = state.turn.open_call.add(text)
-    if _CALL_END in newest_text(pieces, len(text) + len(_CALL_END)):
-        *done, rest = "".join(pieces).split(_CALL_END)
-        for call in done:
-            state = _called(state, call)
-        pieces = Grown([rest] if rest.strip() else ())
-    return _changed(state, state.turn, channel=Channel.TOOL, open_call=pieces)
-
-
-def _called(state: ChatState, text: str, cut: bool = False) -> ChatState:
-    turn = state.turn
-    try:
-        call = parse_tool_call(text)
-    except ModelError:
-        return _changed(state, turn, Call("", visible(text.strip()), cut))
-    item = Call(visible(call.name), visible(call.arguments), cut)
-    return _changed(state, turn, item, calls=turn.calls if cut else (*turn.calls, call))
-
-
 def _take_stats(state: ChatState, stats: Stats) -> ChatState:
     turn = state.turn
     if turn is None:
@@ -252,10 +222,7 @@ def _close(state: ChatState, cut: bool) -> ChatState:
     """All that was still open is finished, and in the log."""
     if state.turn is None:
         return state
-    state = _close_block(_fold(state, cut))
-    if state.turn.open_call:
-        state = _called(state, "".join(state.turn.open_call), cut=True)
-    return state
+    return _close_block(_fold(state, cut))
 
 
 def _end(state: ChatState, event: Finish) -> ChatState:
@@ -263,7 +230,7 @@ def _end(state: ChatState, event: Finish) -> ChatState:
         return state
     state = _close(_take_stats(state, event.stats), event.reason in (FinishReason.LENGTH, FinishReason.CANCELLED))
     turn = replace(state.turn, reason=event.reason, ids=event.ids)
-    answered = bool(turn.calls) or any(piece.strip() for piece in turn.answer)
+    answered = any(piece.strip() for piece in turn.answer)
     turns = (*state.turns, turn) if event.ids else state.turns  # nothing came: nothing to go on from
     log = state.log.add(Summary(event.stats, event.reason, answered))
     return replace(state, turn=None, turns=turns, log=log)

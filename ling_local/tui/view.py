@@ -6,8 +6,7 @@ are left to the terminal. Every text of a person, a model or a file is literal h
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
@@ -18,7 +17,7 @@ from ling_local.engine.protocol import EngineInfo, Progress
 from ling_local.text.clean import visible
 from ling_local.tui import figures
 from ling_local.tui.blocks import Block, code_of
-from ling_local.tui.events import Call, Fold, Item, Line, Question, Summary, Thought
+from ling_local.tui.events import Fold, Item, Line, Question, Summary, Thought
 from ling_local.tui.figures import SEPARATOR, Part
 from ling_local.tui.grown import newest_text
 from ling_local.tui.markdown import Rendered, open_lines
@@ -28,7 +27,6 @@ from ling_local.types import Channel
 
 MIN_STRIP, MAX_STRIP = 3, 32
 _NARROW = 60
-CALL_CHARS = 1500  # of a tool call's arguments; what comes after is counted
 _STYLES = {"dim": "dim", "warning": "yellow", "error": "red", "": ""}
 _LEVELS = "▂▃▄▅▆▇"
 
@@ -73,8 +71,6 @@ def show(item: Item) -> RenderableType:
             return Lines(Text(f"thought {spent}{item.tokens} tokens{cut}", "dim"), "▸ ")
         case Thought():
             return Lines(Text(item.text, "dim italic"), "  ")
-        case Call():
-            return _call(item)
         case Summary():
             return Quiet(item)
         case Line():
@@ -205,9 +201,6 @@ def _body(state: ChatState, turn: Turn, width: int, room: int) -> list[Text]:
         return []
     if turn.channel is Channel.THINKING:
         return _thinking(state, turn, width)
-    if turn.channel is Channel.TOOL and turn.open_call:
-        newest = visible(newest_text(turn.open_call, 4 * width)).replace("\n", " ").strip()
-        return [Text("▸ calling a tool", "dim"), Text(_end_of(newest, width), "dim")]
     lines = _tail(turn, width, room)
     if turn.blocks.opened.gap and lines:
         lines.insert(0, Text())
@@ -249,24 +242,6 @@ def _tail(turn: Turn, width: int, room: int) -> list[Text]:
     return (
         open_lines(replace(turn.blocks.opened, text=source), width) if whole else wrap(Text(source.strip("\n")), width)
     )
-
-
-def _call(item: Call) -> RenderableType:
-    words = ", ".join(_arguments(item.arguments)) if item.name else item.arguments
-    if len(words) > CALL_CHARS:
-        words = f"{words[:CALL_CHARS]}… and {len(words) - CALL_CHARS} characters more"
-    text = f"{item.name}({words})" if item.name else f"not a call: {words}"
-    return Lines(Text(text + (", cut off" if item.cut else ""), "cyan"), "→ ")
-
-
-def _arguments(text: str) -> Iterator[str]:
-    try:
-        values = json.loads(text)
-    except ValueError:
-        yield text
-        return
-    for name, value in values.items():
-        yield f"{name}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _line(item: Line) -> RenderableType:

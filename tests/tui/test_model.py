@@ -10,7 +10,6 @@ import pytest
 from ling_local.errors import EngineError
 from ling_local.tui.blocks import Block
 from ling_local.tui.events import (
-    Call,
     Cut,
     Failed,
     Fold,
@@ -25,9 +24,9 @@ from ling_local.tui.events import (
     Thought,
 )
 from ling_local.tui.model import NUM_MARKS, ChatState, StepMark, apply
-from ling_local.types import Channel, Finish, FinishReason, Message, Stats, StatsEvent, TokenEvent, ToolCall
+from ling_local.types import Channel, Finish, FinishReason, Message, Stats, StatsEvent, TokenEvent
 
-THINKING, ANSWER, TOOL = Channel.THINKING, Channel.ANSWER, Channel.TOOL
+THINKING, ANSWER = Channel.THINKING, Channel.ANSWER
 
 
 def after(*events: object, state: ChatState | None = None) -> ChatState:
@@ -130,32 +129,6 @@ def test_a_thought_that_was_cut_is_no_answer(reason: FinishReason) -> None:
     assert fold.cut
     assert not summary.answered
     assert state.messages[1] == Message("assistant", "", reasoning="hm", ids=(1,))
-
-
-CALL = "<tool_call>read\n<arg_key>path</arg_key>\n<arg_value>a\x1b.txt</arg_value>\n</tool_call>"
-
-
-def test_tool_calls_are_shown_as_calls() -> None:
-    pieces = [(TOOL, "\n"), *[(TOOL, CALL[at : at + 12]) for at in range(0, 72, 12)], (TOOL, CALL[72:])]
-    events = [event for number, piece in enumerate(pieces, 2) for event in step(number, piece)]
-    state = after(Sent("q"), *step(1, (ANSWER, "I read:")), *events, finish(9))
-    block, call, summary = logged(state)
-    assert block.text == "I read:"
-    assert (call.name, call.arguments, call.cut) == ("read", '{"path": "a\\u001b.txt"}', False)
-    assert summary.answered
-    assert state.messages[1].tool_calls == (ToolCall("read", '{"path": "a\\u001b.txt"}'),)
-
-
-def test_a_call_that_was_cut_is_said_to_be() -> None:
-    call = "<tool_call>read\n<arg_key>path</arg_key>"
-    state = after(Sent("q"), *step(1, (TOOL, call)), finish(1, FinishReason.LENGTH))
-    assert logged(state, Call) == [Call("read", "{}", cut=True)]
-    assert state.messages[1].tool_calls == ()
-
-
-def test_something_that_is_no_call_is_shown_as_it_is() -> None:
-    state = after(Sent("q"), *step(1, (TOOL, "<tool_call>\n</tool_call>")), finish(1))
-    assert [call.name for call in logged(state, Call)] == [""]
 
 
 def test_marks_say_how_each_step_was_accepted() -> None:

@@ -18,7 +18,7 @@ from ling_local.tui.model import ChatState, StepMark, apply
 from ling_local.types import Channel, Finish, FinishReason, Stats, StatsEvent, TokenEvent
 
 WIDTHS = (20, 40, 80, 200)
-THINKING, ANSWER, TOOL = Channel.THINKING, Channel.ANSWER, Channel.TOOL
+THINKING, ANSWER = Channel.THINKING, Channel.ANSWER
 INFO = EngineInfo("ling-demo", "float32", "cpu", 131072, 4096, drafter="mtp", block=3)
 
 
@@ -73,7 +73,6 @@ STATES = {
     "code": play(Sent("q"), *steps(LONG)),
     "table": play(Sent("q"), *steps(["| a | b |\n|---|---|\n", *["| one | two |\n"] * 60])),
     "one line": play(Sent("q"), *steps(["word 字" * 50] * 200)),
-    "tool": play(Sent("q"), *steps(["<tool_call>read\n<arg_key>path", "</arg_key>\n" * 40], TOOL)),
     "stopping": play(Sent("q"), *steps(LONG[:3]), Cut()),
 }
 
@@ -149,7 +148,6 @@ def test_the_strip_shows_accepted_against_drafted() -> None:
         ("waiting", "reading the prompt · 1.2 s"),
         ("stopping", "Some words of prose, code and 中文 and more."),
         ("thinking", "▸ thinking 64 ms, 18 tokens  (/think show)"),
-        ("tool", "▸ calling a tool"),
     ],
 )
 def test_what_is_waited_for_is_said(name: str, first: str) -> None:
@@ -246,7 +244,7 @@ def test_texts_are_literal_everywhere(width: int) -> None:
     state = play(
         Sent(nasty, echo=True),
         *steps([nasty], THINKING),
-        *steps([f"<tool_call>{nasty}</tool_call>"], TOOL, first=2),
+        *steps([nasty], first=2),
         Failed(EngineError(nasty, nasty)),
         Line(nasty),
         ThinkShown(True),
@@ -290,15 +288,6 @@ def test_colours_only_where_they_are_wanted() -> None:
 def test_errors_and_notices() -> None:
     state = play(Failed(EngineError("out of memory", "try: --ctx 8192")), Line("saved"))
     assert shown([view.show(item) for item in state.log]) == "ling: out of memory\ntry: --ctx 8192\nsaved\n"
-
-
-def test_long_arguments_of_a_call_are_cut_and_counted() -> None:
-    call = "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>" + "x" * 60_000 + "</arg_value>\n</tool_call>"
-    state = play(Sent("q"), *steps([call], TOOL), Finish(FinishReason.STOP, Stats(), (1,)))
-    printed = shown([view.show(state.log[0])], 200)
-    assert printed.startswith('→ write(text="xxx')
-    assert "and 58507 characters more" in " ".join(printed.split())
-    assert len(printed) < 2000
 
 
 @pytest.mark.parametrize(
