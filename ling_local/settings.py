@@ -49,6 +49,11 @@ class Settings:
     def is_default(self, name: str) -> bool:
         return self.sources[name] == "default"
 
+    def changed(self, source: str, **values: Any) -> Settings:
+        """These settings with some values that come from source."""
+        sources = {**self.sources, **dict.fromkeys(values, source)}
+        return replace(self, values={**self.values, **values}, sources=sources)
+
 
 @dataclass(slots=True)
 class _Layer:
@@ -239,11 +244,7 @@ def with_model(settings: Settings, folder: Path) -> Settings:
     except (OSError, ValueError, ConfigError) as error:
         return replace(settings, warnings=(*settings.warnings, f"{file} is ignored: {error}"))
     taken = {name: value for name, value in found.items() if settings.is_default(name)}
-    return replace(
-        settings,
-        values={**settings.values, **taken},
-        sources={**settings.sources, **dict.fromkeys(taken, "generation_config.json")},
-    )
+    return settings.changed("generation_config.json", **taken)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from ling_local.tui.blocks import Block, Blocks, close, push
+from ling_local.tui.markdown import render_lines
 
 SOURCES = [
     "# Head\ntext under it\nand more\n\nnext\n",
@@ -52,3 +53,8 @@ def split(source: str, *cuts: int) -> list[Block]:
 
 def one_by_one(source: str) -> list[Block]:
     return split(source, *range(1, len(source)))
+
+
+def rendered(source: str, width: int = 80) -> list[str]:
+    """The lines of a full render, without styles."""
+    return [line.plain for line in render_lines(Block(source), width)]

@@ -66,7 +66,11 @@ def command(context: typer.Context) -> None:
 
 def _talk(settings: Settings, output: Output) -> None:
     """On the screen where it can be drawn, else line by line."""
-    if output.stdout.live and not settings["plain"]:
+    on_screen = output.stdout.live and not settings["plain"]
+    # what a talk does where nobody chose; a value, so that /show tells it
+    own = {"max_tokens": DEFAULT_MAX_TOKENS, "stats": True, "show_thinking": output.stderr.terminal and not on_screen}
+    settings = settings.changed("default", **{name: own[name] for name in own if settings[name] is None})
+    if on_screen:
         from ling_local.cli.screen import talk
     else:
         if settings["resume"] is not None:

@@ -175,15 +175,14 @@ def wait_loaded(opened: Opened) -> None:
 
 
 def check_drafter(opened: Opened) -> None:
-    """Wait for the load, and compare the drafter there is with what was asked for: UsageError where it is another
-    one or its block is smaller; a warning, once, where --block finds no drafter."""
+    """Wait for the load, and compare the drafter there is with what was asked for, once; a warning is said."""
     info, spec = opened.engine.info, opened.spec
     if opened.checked.is_set():
         return
     opened.output.detail(_describe(info))
-    _check_drafter(spec, info)
-    if spec.draft != "off" and spec.block and info.drafter == "off":
-        opened.output.warn(f"--block {spec.block} has no effect: {info.model} has no drafter")
+    warning = compare_drafter(spec, info)
+    if warning:
+        opened.output.warn(warning)
     opened.checked.set()
 
 
@@ -194,13 +193,18 @@ def _describe(info: EngineInfo) -> str:
     return f"loaded {info.model}: {size}{info.dtype} on {info.device}, context {info.context_limit:,}, {drafts}"
 
 
-def _check_drafter(spec: EngineSpec, info: EngineInfo) -> None:
+def compare_drafter(spec: EngineSpec, info: EngineInfo) -> str:
+    """Compare the drafter there is with what was asked for: UsageError where it is another one or its block is
+    smaller; a warning where --block finds no drafter, else ""."""
     if spec.draft in ("dspark", "mtp") and info.drafter != spec.draft:
         there = f"drafts with {info.drafter}" if info.drafter != "off" else "has no drafter"
         raise UsageError(f"--speculation {spec.draft}: {info.model} {there}", "Use --speculation auto or off.")
     if spec.draft != "off" and 0 < info.block < spec.block:
         reason = f"--block {spec.block}: the drafter of {info.model} makes blocks of {info.block}"
         raise UsageError(reason, f"Give 1 to {info.block}.")
+    if spec.draft != "off" and spec.block and info.drafter == "off":
+        return f"--block {spec.block} has no effect: {info.model} has no drafter"
+    return ""
 
 
 @contextmanager
@@ -215,7 +219,7 @@ def open_other(opened: Opened, draft: str, block: int = 0) -> Iterator[Engine]:
     opened.loading.set()
     engine = open_engine(other, _show_progress(opened.output, opened.loading))
     try:
-        _check_drafter(other, engine.info)
+        compare_drafter(other, engine.info)
         opened.loading.clear()
         opened.output.clear_progress()
         yield engine

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from copy import copy
 from typing import TYPE_CHECKING
 
 from ling_local import __version__, hub
 from ling_local.cli.chat import chat_request, messages_for
-from ling_local.cli.opening import DEMO_NOTE, Opened, check_drafter, model_spec
+from ling_local.cli.opening import DEMO_NOTE, compare_drafter, model_spec
 from ling_local.cli.output import Output
-from ling_local.engine.protocol import EngineInfo, ProgressFn
+from ling_local.engine.protocol import EngineInfo, Progress, ProgressFn
 from ling_local.settings import Settings
 from ling_local.types import Message, Request
 
@@ -40,7 +39,7 @@ def talk(settings: Settings, output: Output) -> None:
         settings=settings,
         colour=output.stdout.colour,
         unicode=unicode,
-        open=lambda asked, progress: _open(asked, progress, output),
+        open=_open,
         request=_request,
         check=lambda asked: model_spec(asked) and None,
         models=_names,
@@ -57,23 +56,29 @@ def talk(settings: Settings, output: Output) -> None:
     App(host, console, create_input(sys.stdin), open_screen(sys.stdout), history).run()
 
 
-def _open(settings: Settings, progress: ProgressFn, output: Output) -> Model:
+def _open(settings: Settings, progress: ProgressFn) -> Model:
     """Start to load; come back at once."""
+    known = len(settings.warnings)
     spec, settings = model_spec(settings)
     from ling_local.engine import open_engine
     from ling_local.tui.pump import Model
 
+    def warn(text: str) -> None:
+        progress(Progress(text, say="warning"))  # printed here it would tear the prompt
+
+    for warning in settings.warnings[known:]:
+        warn(warning)
     engine = open_engine(spec, progress)
-    quiet = copy(output)
-    quiet.quiet = True  # a warning in the midst of the prompt would tear it
 
     def load_text() -> TextModel:
         from ling_local.generate import TextModel
 
         return TextModel.load(spec)
 
-    def ready(text_model: TextModel) -> EngineInfo:
-        check_drafter(Opened(engine, text_model, settings, spec, quiet))
+    def ready() -> EngineInfo:
+        warning = compare_drafter(spec, engine.info)
+        if warning:
+            warn(warning)
         return engine.info
 
     return Model(engine, spec, settings, _short(settings), load_text, ready)

@@ -8,34 +8,34 @@ and draws the newest state, so the engine never waits for the terminal.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from prompt_toolkit.input import Input
 from prompt_toolkit.output import Output
-from rich.console import Console, Group, NewLine, RenderableType
+from rich.console import Console, NewLine
 from rich.text import Text
 
 from ling_local import sessions
-from ling_local.engine.protocol import EngineInfo, ProgressFn
+from ling_local.engine.protocol import Progress, ProgressFn
 from ling_local.errors import EngineDied, LingError
 from ling_local.settings import Settings
 from ling_local.text.clean import check_text, visible
 from ling_local.tui import view
-from ling_local.tui.commands import Called, Mistyped, Said, read_line
-from ling_local.tui.events import Cut, Failed, Loaded, Loading, Notice, Restored, ScreenEvent, Sent, Summary, Undone
-from ling_local.tui.figures import count
+from ling_local.tui.commands import Talk, read_line
+from ling_local.tui.events import Cut, Failed, Kept, Line, Restored, ScreenEvent, Sent
+from ling_local.tui.figures import turn_count
 from ling_local.tui.history import LineHistory
 from ling_local.tui.input import Prompt
 from ling_local.tui.keeper import Keeper
-from ling_local.tui.model import ChatState, apply, new_state
+from ling_local.tui.model import ChatState, apply
 from ling_local.tui.pane import Pane
-from ling_local.tui.pump import Load, Model, ProgressBox, Pump
-from ling_local.tui.talk import Attachment, Talk
+from ling_local.tui.pump import Load, Model, Pump
 from ling_local.tui.terminal import Terminal
 from ling_local.tui.wrap import clip
-from ling_local.types import Event, Message, Request
+from ling_local.types import Message, Request
 
 FRAME_S = 1 / 15
 _DEAF_S = 2.0  # an engine that has not ended an answer by then does not hear; a second Ctrl-C ends the engine
@@ -75,11 +75,11 @@ class App:
         self.keeper = Keeper(host.settings["history"])
         self.history = history
         self.talk = Talk(host.settings, host.settings)
-        self.state = new_state(host.version, host.name, host.note, host.settings["show_thinking"] is True)
-        self.attached: tuple[Attachment, ...] = ()
+        self.state = ChatState(think_shown=host.settings["show_thinking"])
+        self.attached: tuple[str, ...] = ()  # files that go with the next question
         self.load: Load
-        self.box: ProgressBox
-        self._told: Load | None = None
+        self.progress: Progress | None = None  # of the load
+        self._sentences: deque[Line] = deque()  # that it said, and that are not printed yet
         self._line: str = ""  # stands in the next prompt to begin with
         self._in_editor = False
         self._replaces = False  # the next question takes the place of the last one
@@ -112,7 +112,7 @@ class App:
     def _talk(self) -> None:
         self.talk = Talk(self.load.model.settings, self.load.model.settings)
         if not self.host.settings["quiet"]:
-            self.pane.draw(view.header(self.state), None)
+            self.pane.draw(view.header(self.host.version, self.host.name, self.host.note))
         if self.host.settings["resume"] is not None:
             self.resume(self.host.settings["resume"])
         while self._turn():
@@ -122,33 +122,32 @@ class App:
 
     # --- what acts use as well
 
-    def put(self, *events: Event | ScreenEvent) -> None:
-        """Take events in, and print what they have finished."""
-        before = self.state
-        for event in events:
-            self.state = apply(self.state, event)
-        self.pane.draw(self._finished(before), None)
+    def put(self, event: ScreenEvent) -> None:
+        """Take an event in, and print what it has finished."""
+        before, self.state = self.state, apply(self.state, event)
+        self.pane.draw(view.finished(before, self.state, self.talk.settings["stats"]))
 
     def say(self, text: str, style: str = "dim") -> None:
         """A line, or lines, of ours."""
-        self.put(Notice(text, style))
+        self.put(Line(text, style))
 
     def open(self, settings: Settings) -> None:
         """Start to load the model of settings. The one before must be closed. ModelError, UsageError."""
-        box = ProgressBox(self._refresh)
-        model = self.host.open(settings, box)
-        self.box, self._dead = box, False
-        self.load = Load(model, self._refresh)
+        self.progress = None
+        self.load = Load(self.host.open(settings, self._take_progress), self._refresh)
+        self._dead = False
 
-    def note_load(self) -> None:
-        """Take in that the load has ended. Raises what it failed with."""
-        if not self.load.is_over or self._told is self.load:
-            return
+    def reopen_if_dead(self) -> None:
+        """After the engine's death the next question starts a new one; the talk is all here."""
+        if self._dead:
+            self.load.model.engine.close()
+            self.say("the engine is started again")
+            self.open(self.load.model.settings)
+
+    def check_load(self) -> None:
+        """Raise what the load failed with, if it has."""
         if self.load.error is not None:
             raise self.load.error
-        self._told = self.load
-        if self.load.info is not None:
-            self.state = apply(self.state, Loaded(self.load.info))
 
     def resume(self, name: str) -> None:
         """Go on with a saved talk. LingError."""
@@ -160,27 +159,23 @@ class App:
         pairs = sessions.turns(saved.messages)
         self.put(Restored(pairs))
         if self.talk.settings.sources["system"] in ("default", "session"):
-            values = {**self.talk.settings.values, "system": saved.system}
-            sources = {**self.talk.settings.sources, "system": "session"}
-            self.talk = replace(self.talk, settings=replace(self.talk.settings, values=values, sources=sources))
-        turns = "1 turn" if len(pairs) == 1 else f"{len(pairs)} turns"
-        self.say(f"\nsession {saved.name}: {turns}" + (f"; {saved.lost} broken lines left out" if saved.lost else ""))
+            self.talk = replace(self.talk, settings=self.talk.settings.changed("session", system=saved.system))
+        lost = f"; {saved.lost} broken lines left out" if saved.lost else ""
+        self.say(f"\nsession {saved.name}: {turn_count(len(pairs))}{lost}")
         if saved.unasked and not self._line:
             self._line = saved.unasked
         self._replaces = False
 
     def undo(self) -> None:
         """Take the last turn back, here and on disk."""
-        self.put(Undone())
+        self.put(Kept(self.state.turns[:-1]))
         self.keeper.undo()
 
     def edit(self, text: str, replaces: bool) -> None:
         """The next prompt opens in the editor with this text; replaces: the last turn goes when it is sent."""
         self._line, self._in_editor, self._replaces = text, True, replaces
 
-    def wait_for(
-        self, is_over: Callable[[], bool], tail: Callable[[int], str], on_interrupt: Callable[[], None]
-    ) -> None:
+    def wait_for(self, is_over: Callable[[], bool], tail: Callable[[], str], on_interrupt: Callable[[], None]) -> None:
         """Show a line of text until something is over."""
         with self.terminal.watching():
             while not is_over():
@@ -189,21 +184,25 @@ class App:
                     on_interrupt()
                 self._suspend_if_asked()
                 columns, _ = self.pane.resize()
-                self.pane.draw([], Text(clip(tail(), columns), "dim"))
+                self.pane.draw([], [Text(clip(tail(), columns), "dim")])
                 self.terminal.wait(FRAME_S)
             self.pane.erase()
 
-    def ask(self, text: str, echo: bool = False, replaces: bool = False) -> None:
-        """Send a question and draw its answer. Ctrl-C keeps what came; an error leaves the talk as it was."""
-        taken = self.state.turns[-1:] if replaces else ()
+    def ask(self, text: str, replaces: bool = False, again: bool = False) -> None:
+        """Send a question and draw its answer. Ctrl-C keeps what came; an error leaves the talk as it was.
+
+        replaces: it takes the last turn's place; again: as that turn's question, so that nothing new goes with it.
+        """
+        self.reopen_if_dead()
+        taken = self.state.turns[-1:] if replaces or again else ()
         if taken:
             self.undo()
-        content = "\n\n".join([text, *(f"{file.name}:\n\n{file.text}" for file in self.attached)])
-        self._reopen_if_dead()
+        attached = () if again else self.attached
+        content = "\n\n".join([text, *attached])
         request = self.host.request(self.talk.settings, (*self.state.messages, Message("user", content)))
         self.keeper.asked(content, self.talk.settings["system"], self.load.model.spec.model, self.state.messages)
         num_turns = len(self.state.turns)
-        self.put(Sent(content, echo))
+        self.put(Sent(content, echo=again))
         pump = Pump(self.load, request, self.terminal.wake)
         try:
             with self.terminal.watching():
@@ -216,22 +215,22 @@ class App:
         kept = len(self.state.turns) > num_turns
         if kept:
             last = self.state.turns[-1]
-            self.attached = ()
-            self.keeper.ended(last.reason.value if last.reason else "", last.calls)
+            self.attached = self.attached[len(attached) :]
+            self.keeper.ended(last.reason.value if last.reason else "")
         else:
             self.keeper.failed()
             if taken:  # the answer that was to be replaced is better than none
-                pairs = [(turn.prompt, turn.message) for turn in (*self.state.turns, *taken)]
-                self.put(Restored(tuple(pairs), echo=False))
-                self.keeper.restore(sum(((Message("user", t.prompt), t.message) for t in taken), ()))
-        self._tell_problems()
+                self.put(Kept((*self.state.turns, *taken)))
+                self.keeper.restore(self.state.messages[-2:])
+        self._tell()
 
     # --- the loop
 
     def _turn(self) -> bool:
         """One line. False: the person leaves."""
-        self.note_load()
-        self.pane.draw([NewLine()], None)
+        self.check_load()
+        self._tell()
+        self.pane.draw([NewLine()])
         line, in_editor, self._line, self._in_editor = self._line, self._in_editor, "", False
         try:
             text = check_text(self.prompt.read(line, in_editor))
@@ -241,23 +240,23 @@ class App:
             return True
         except EOFError:
             return False
-        self.note_load()
-        replaces, self._replaces = self._replaces, False
-        said = read_line(text)
+        self.check_load()
+        self._tell()
+        replaces, self._replaces = self._replaces and not self.prompt.was_cleared, False
         try:
-            if isinstance(said, Said):
-                self.ask(said.text, replaces=replaces)
-            elif isinstance(said, Called):
+            said = read_line(text)
+            if isinstance(said, str):
+                self.ask(said, replaces=replaces)
+            elif said is not None:
                 from ling_local.tui.acts import obey
 
-                return obey(self, said)
-            elif isinstance(said, Mistyped):
-                self.say(said.message, "error")
+                return obey(self, *said)
         except EOFError:  # nobody types any more
             return False
         except LingError as error:
             if error is self.load.error:
                 raise
+            self._dead = self._dead or isinstance(error, EngineDied)
             self.put(Failed(error))
         return True
 
@@ -267,19 +266,18 @@ class App:
         due = began
         while True:
             events, over = pump.take()
-            self.note_load()  # a load that failed ends the program, and is said there
+            self.check_load()  # a load that failed ends the program, and is said there
             for event in events:
                 self.state = apply(self.state, event)
                 self.keeper.take(event)
-            if not self.load.is_over and self.box.progress is not None:
-                self.state = apply(self.state, Loading(self.box.progress))
             if self.terminal.interrupted and not over:
                 self.terminal.interrupted = False
                 stopped_s = self._stop(pump, stopped_s)
             self._suspend_if_asked()
             now = time.monotonic()
             if over or now >= due:
-                self.pane.draw(self._finished(before), None if over else self._tail(now - began))
+                done = view.finished(before, self.state, self.talk.settings["stats"])
+                self.pane.draw(done, [] if over else self._tail(now - began))
                 before, due = self.state, time.monotonic() + FRAME_S
             if over:
                 break
@@ -288,15 +286,14 @@ class App:
             raise pump.crash
         self._dead = self._dead or isinstance(pump.error, EngineDied)
 
-    def _tail(self, waited_s: float) -> RenderableType | None:
+    def _tail(self, waited_s: float) -> list[Text]:
         columns, rows = self.pane.resize()
         typed = visible(self.terminal.typed)
-        lines = view.live(self.state, columns, rows - 1 if typed else rows, self.host.colour, waited_s)
-        if not typed:
-            return lines
-        mark = "› " if self.host.unicode else "> "
-        line = Text(mark + clip(" ".join(typed.split("\n")), columns - len(mark)), "dim")
-        return Group(lines, line) if lines is not None else line
+        load = "" if self.load.is_over else view.loading(self.progress)
+        lines = view.live_lines(self.state, columns, rows - 1 if typed else rows, self.host.colour, waited_s, load)
+        if typed:
+            lines.append(Text("› " + clip(" ".join(typed.split("\n")), columns - 2), "dim"))
+        return lines
 
     def _stop(self, pump: Pump, stopped_s: float | None) -> float:
         """Ctrl-C while an answer is due or comes; when it was first pressed."""
@@ -317,27 +314,25 @@ class App:
             self.terminal.suspend()
             self.pane.forget()
 
-    def _finished(self, before: ChatState) -> list[RenderableType]:
-        if self.talk.settings["stats"] is not False:
-            return view.finished(before, self.state)
-        items = self.state.log.after(len(before.log))
-        return [view.show(item) for item in items if not isinstance(item, Summary)]
-
     # --- the model that loads
+
+    def _take_progress(self, progress: Progress) -> None:
+        """From a thread of the engine, or of the load."""
+        if progress.say and not self.host.settings["quiet"]:
+            self._sentences.append(Line(progress.stage, "warning" if progress.say == "warning" else "dim"))
+        elif not progress.say:
+            self.progress = progress
+            self._refresh()
 
     def _refresh(self) -> None:
         """From the loader's thread: draw how far it is, or take in that it has ended."""
         self.prompt.refresh()
         self.terminal.wake()
 
-    def _reopen_if_dead(self) -> None:
-        """After the engine's death the next question starts a new one; the talk is all here."""
-        if self._dead:
-            self.load.model.engine.close()
-            self.say("the engine is started again")
-            self.open(self.load.model.settings)
-
-    def _tell_problems(self) -> None:
+    def _tell(self) -> None:
+        """Print what has come up beside the talk."""
+        while self._sentences:
+            self.put(self._sentences.popleft())
         for source in (self.keeper, self.history):
             if source.problem:
                 self.say(source.problem, "warning")
@@ -345,16 +340,8 @@ class App:
 
     def _status(self) -> str:
         """The toolbar under the prompt: how the load goes, else what the model is and how full its context."""
-        columns, _ = self.pane.resize()
-        state, load = self.state, self.load
-        if not load.is_over:
-            progress = self.box.progress
-            return clip(view.loading(apply(state, Loading(progress))) if progress else "loading", columns)
-        if load.info is None:
-            return ""
-        full = view.status(replace(state, loading=None), columns) or f"context {count(load.info.context_limit)}"
-        return clip(" · ".join([_facts(load.info), full]), columns)
-
-
-def _facts(info: EngineInfo) -> str:
-    return visible(f"{info.model} · {info.dtype} · {info.device}")
+        if not self.load.is_over:
+            text = view.loading(self.progress)
+        else:
+            text = view.status(self.load.info, self.state) if self.load.info else ""
+        return clip(text, self.pane.resize()[0])

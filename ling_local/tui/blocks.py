@@ -29,8 +29,7 @@ LITERAL_RULES = ("html_inline", "html_block", "entity", "autolink", "reference")
 _FENCE = re.compile(r"( {0,3})(`{3,}|~{3,})")
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _ENDED_BY_BLANK = ("paragraph_open", "table_open", "blockquote_open")
-_MARKER = re.compile(r"( {0,3}(?:[-+*]|\d{1,9}[.)]))( {1,4}(?=\S))?")
-_PLAIN_START = re.compile(r" {0,3}[^\s#>`~+*_=|<:0-9-][^|]*$")  # of a line that can only go on with a paragraph
+_MARKER = re.compile(r" {0,3}(?:[-+*]|\d{1,9}[.)])")
 _ENDED_AT_ONCE = ("heading_open", "hr")
 
 
@@ -83,7 +82,6 @@ class Blocks:
     lines   complete lines of the open block; rest: pieces of the line under way
     opened  gap, number, fence and before of the open block, its text being empty
     fence   the fence that the open block is, once that is known
-    kind    the open block's token type as of the last look, "item" for a list item; "" before it
     look_at number of lines at which to look for blocks again
     """
 
@@ -91,7 +89,6 @@ class Blocks:
     rest: Grown[str] = field(default_factory=Grown)
     opened: Block = Block("")
     fence: Fence | None = None
-    kind: str = ""
     look_at: int = 0
 
     @property
@@ -103,11 +100,6 @@ class Blocks:
         """The tail's last characters, in time that does not depend on the tail's length."""
         line = newest_text(self.rest, num_chars)
         return newest_text(self.lines, num_chars - len(line)) + line
-
-    @property
-    def in_code(self) -> bool:
-        """The open block is a code fence."""
-        return self.fence is not None
 
 
 def push(blocks: Blocks, text: str) -> tuple[Blocks, tuple[Block, ...]]:
@@ -133,9 +125,8 @@ def close(blocks: Blocks) -> tuple[Block, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A top-level block in lines[start:]; kind is its token's type, "item" for one of a list."""
+    """A top-level block in lines[start:]; token is what begins it."""
 
-    kind: str
     start: int
     block: Block
     token: Token
@@ -149,8 +140,6 @@ def _take_line(blocks: Blocks, line: str) -> tuple[Blocks, list[Block]]:
     is_blank = not line.strip()
     if len(lines) < blocks.look_at and not (is_blank and len(lines) < 4 * _EAGER_LINES):
         return blocks, []
-    if _goes_on(blocks, line):
-        return blocks, []
     found = _top_level(list(lines), blocks.opened)
     blocks = replace(blocks, look_at=len(lines) + (1 if len(lines) < _EAGER_LINES else len(lines) // 8))
     if not found:
@@ -159,25 +148,14 @@ def _take_line(blocks: Blocks, line: str) -> tuple[Blocks, list[Block]]:
     done = [each.block for each in found[:-1]]
     is_new = not any(lines[n].strip() for n in range(last.start, len(lines) - 1))
     may_head_a_table = is_new and "|" in line
-    if last.kind == "fence" and not may_head_a_table:
+    if last.token.type == "fence" and not may_head_a_table:
         return _enter_fence(last, list(lines.after(last.start)), done)
-    ended = last.kind in _ENDED_AT_ONCE and not may_head_a_table
-    if ended or (last.kind in _ENDED_BY_BLANK and is_blank):
+    ended = last.token.type in _ENDED_AT_ONCE and not may_head_a_table
+    if ended or (last.token.type in _ENDED_BY_BLANK and is_blank):
         return _AFTER_A_BLOCK, [*done, last.block]
     if not done:
-        return replace(blocks, kind=last.kind), []
-    return Blocks(Grown(lines.after(last.start)), opened=replace(last.block, text=""), kind=last.kind), done
-
-
-def _goes_on(blocks: Blocks, line: str) -> bool:
-    """Quickly, what most lines are: more of the open paragraph, or inside the open list item."""
-    if blocks.kind == "paragraph_open":
-        return bool(_PLAIN_START.match(line))
-    if blocks.kind == "item":
-        marker = _MARKER.match(blocks.lines[0])
-        indent = marker.end() if marker and marker[2] else (marker.end() + 1 if marker else len(line))
-        return line[:indent].isspace() and "\n" not in line[:indent]
-    return False
+        return blocks, []
+    return Blocks(Grown(lines.after(last.start)), opened=replace(last.block, text="")), done
 
 
 def _enter_fence(last: _Found, lines: list[str], done: list[Block]) -> tuple[Blocks, list[Block]]:
@@ -241,8 +219,7 @@ def _top_level(lines: Sequence[str], opened: Block) -> list[_Found]:
         after = starts[index + 1][0].map if index + 1 < len(starts) else None
         text = "".join(lines[start : after[0] - added if after else len(lines)])
         gap = opened.gap if index == 0 else not (goes_on and lines[start - 1].strip())
-        kind = "item" if token.type == "list_item_open" else token.type
-        found.append(_Found(kind, start, Block(text, gap, number, goes_on), token))
+        found.append(_Found(start, Block(text, gap, number, goes_on), token))
     return found
 
 
@@ -252,7 +229,7 @@ def with_item_before(block: Block) -> tuple[str, int]:
     An item that goes on with a list gets another one before it: alone, its first line might begin a table.
     """
     marker = _MARKER.match(block.text) if block.item else None
-    return (f"{marker[1]} x\n{block.text}", 1) if marker else (block.text, 0)
+    return (f"{marker[0]} x\n{block.text}", 1) if marker else (block.text, 0)
 
 
 def _starts(tokens: Sequence[Token], first_number: int | None) -> Iterator[tuple[Token, int | None, bool]]:
@@ -274,6 +251,11 @@ def _starts(tokens: Sequence[Token], first_number: int | None) -> Iterator[tuple
 def list_start(token: Token) -> int | None:
     """The number of a list's first item; None where it has bullets."""
     return int(token.attrs.get("start", 1)) if token.type == "ordered_list_open" else None
+
+
+def code_blocks(markdown: str) -> list[str]:
+    """What stands in the fences of a text, in lists and quotes as well, each as it was meant: without their indent."""
+    return [token.content for token in _parser().parse(markdown) if token.type == "fence"]
 
 
 @lru_cache(maxsize=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import re
 import shutil
 import subprocess
 
@@ -35,11 +34,3 @@ def _run(program: tuple[str, ...], data: bytes) -> bool:
         done = subprocess.run(program, input=data, stdout=quiet, stderr=quiet, timeout=_WAIT_S, check=False)
         return done.returncode == 0
     return False
-
-
-_FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[^\n]*\n(.*?)^ {0,3}\1[`~]*[ \t]*$", re.MULTILINE | re.DOTALL)
-
-
-def code_blocks(markdown: str) -> list[str]:
-    """The contents of the fenced code blocks, in order."""
-    return [found[2] for found in _FENCE.finditer(markdown)]

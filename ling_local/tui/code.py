@@ -19,24 +19,17 @@ def highlight(code: str, language: str, before: str = "") -> list[Text]:
     """The code's lines. language is a name that Pygments knows, or anything; before is code that came earlier."""
     lexer = _lexer(language.lower())
     source = before + code
-    if lexer is None or len(source) > MAX_CHARS:
+    pieces = [] if lexer is None or len(source) > MAX_CHARS else list(lexer.get_tokens(source))
+    if "".join(value for _, value in pieces) != source:  # a lexer that changes its input: better plain than wrong
         return [Text(line) for line in _lines(code)]
-    theme = _theme()
     lines = [Text()]
-    read = 0
-    for kind, value in lexer.get_tokens(source):
-        if source[read : read + len(value)] != value:  # a lexer that changes its input: better plain than wrong
-            return [Text(line) for line in _lines(code)]
-        read += len(value)
-        style = theme.get_style_for_token(kind)
+    for kind, value in pieces:
+        style = _theme().get_style_for_token(kind)
         first, *others = value.split("\n")
         lines[-1].append(first, style)
         lines += [Text.assemble((other, style)) for other in others]
-    if read != len(source):
-        return [Text(line) for line in _lines(code)]
     skipped = before.count("\n")
-    wanted = len(_lines(code))
-    return lines[skipped : skipped + wanted]
+    return lines[skipped : skipped + len(_lines(code))]
 
 
 def _lines(code: str) -> list[str]:

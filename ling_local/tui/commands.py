@@ -1,19 +1,20 @@
-"""The slash commands of the chat screen: one table, and what each makes of a talk. Nothing here prints or acts.
+"""The slash commands of a talk: one table, and what each makes of the settings. Nothing here prints or acts.
 
 A line that begins with `/word` is a command; `//text` sends `/text`; `/usr/bin/env` (a second slash in the first
-word) is text. A command gives an Outcome: the talk as it is from then on, a text to be said, and an Act where
-something must be done that touches the screen, files or the engine.
+word) is text. A command that only changes settings gives them and a text to be said; what touches the screen,
+files or the engine is in tui/acts.py. Whatever is refused is a UsageError, and nothing has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from ling_local.errors import UsageError
 from ling_local.settings import TABLE, Settings, nearest, parse, show
-from ling_local.tui.talk import BLOCK, Act, Do, Outcome, Talk, unquote_block
 
+# What can be set, and what `none` stands for where it is a value.
+_NONE = {"system": None, "think_budget": None, "seed": None, "stop": ()}
 CAN_SET = (
     "temperature",
     "top_p",
@@ -27,73 +28,76 @@ CAN_SET = (
     "show_thinking",
     "stats",
 )
+BLOCK = '"""'
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """What setting commands see. started: the settings that `default` goes back to."""
+
+    settings: Settings
+    started: Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A row of the table. words: what its argument may be completed to, where that is fixed."""
+    """A row of the table.
+
+    argument   how it is written in the help; "": there is none
+    run        the new settings and a text to be said; None where the command is an act. UsageError
+    words      what the argument may be completed to, where that is fixed
+    """
 
     name: str
     argument: str
     help: str
-    run: Callable[[Talk, str], Outcome]
+    run: Callable[[Talk, str], tuple[Settings, str]] | None = None
     words: tuple[str, ...] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """A line that goes to the model."""
-
-    text: str
+    @property
+    def usage(self) -> str:
+        return f"/{self.name} {self.argument}".rstrip()
 
 
-@dataclass(frozen=True, slots=True)
-class Called:
-    """A line that is a command."""
+def read_line(line: str, known: Iterable[str] | None = None) -> str | tuple[Command, str] | None:
+    """What a line is: a text for the model, a command with its argument, or None for a blank line.
 
-    command: Command
-    argument: str
-
-
-@dataclass(frozen=True, slots=True)
-class Mistyped:
-    """A line that looks like a command and is none; message says so, with the nearest name."""
-
-    message: str
-
-
-def read_line(line: str) -> Said | Called | Mistyped | None:
-    """What a line is; None for a blank one, of which nothing comes."""
+    known: the commands that can be used here, all of them if None. UsageError for a command that is none.
+    """
     words = line.split(maxsplit=1)
     if not words:
         return None
     if line.startswith("//"):
-        return Said(line[1:])
+        return line[1:]
     first = words[0]
     if not line.startswith("/") or "/" in first[1:]:
-        return Said(unquote_block(line))
-    name = first[1:].lower()
+        return unquote_block(line)
+    command, argument = find_command(first, known), line[len(first) :].strip()
+    if argument and not command.argument:
+        raise UsageError(f"/{command.name} takes nothing after it")
+    return command, argument
+
+
+def find_command(word: str, known: Iterable[str] | None = None) -> Command:
+    """The command of a name or alias, in any case. UsageError with the nearest one where there is none."""
+    names = list(COMMANDS if known is None else known)
+    name = word.lstrip("/").lower()
     name = ALIASES.get(name, name)
-    if name in COMMANDS:
-        return Called(COMMANDS[name], line[len(first) :].strip())
-    meant = nearest(name, list(COMMANDS)) if name else ""
+    if name in names:
+        return COMMANDS[name]
+    meant = nearest(name, names) if name else ""
     tail = f"Did you mean '/{meant}'?" if meant else "/help lists them; //... sends a line with a slash."
-    return Mistyped(f"no such command '/{name}'. {tail}")
+    raise UsageError(f"no such command '/{name}'. {tail}")
 
 
-def _help(talk: Talk, argument: str) -> Outcome:
-    name = argument.lstrip("/").lower().partition(" ")[0]
-    name = ALIASES.get(name, name)
-    if name:
-        command = COMMANDS.get(name)
-        if command is None:
-            meant = nearest(name, list(COMMANDS))
-            return _refused(talk, f"no such command '/{name}'." + (f" Did you mean '/{meant}'?" if meant else ""))
-        return Outcome(talk, f"/{command.name} {command.argument}".rstrip() + f"\n  {command.help}")
-    heads = {f"/{command.name} {command.argument}".rstrip(): command.help for command in COMMANDS.values()}
-    column = max(map(len, heads)) + 2
-    rows = [f"{head:<{column}}{text}" for head, text in heads.items()]
-    return Outcome(talk, "\n".join([*rows, "", *KEYS_HELP]))
+def help_text(word: str = "", known: Iterable[str] | None = None, keys: Iterable[str] = ()) -> str:
+    """The list of commands and then of keys, or what there is to know of one command. UsageError."""
+    if word:
+        command = find_command(word, known)
+        return f"{command.usage}\n  {command.help}"
+    rows = [COMMANDS[name] for name in (COMMANDS if known is None else known)]
+    column = max(len(row.usage) for row in rows) + 2
+    return "\n".join([*(f"{row.usage:<{column}}{row.help}" for row in rows), "", *keys])
 
 
 KEYS_HELP = (
@@ -105,205 +109,122 @@ KEYS_HELP = (
 )
 
 
-def _exit(talk: Talk, argument: str) -> Outcome:
-    return Outcome(talk, act=Act(Do.EXIT))
+def block_is_open(text: str) -> bool:
+    """A text block was opened and not closed: Enter gives a new line."""
+    return text.lstrip().startswith(BLOCK) and text.count(BLOCK) % 2 == 1
 
 
-def _set(talk: Talk, argument: str) -> Outcome:
-    """`/set`, `/set NAME`, `/set NAME VALUE`. A bad name or value changes nothing."""
+def unquote_block(text: str) -> str:
+    """The text without the marks of a block that holds all of it; any other text as it is."""
+    inner = text.strip()
+    if inner.startswith(BLOCK) and inner.endswith(BLOCK) and len(inner) >= 2 * len(BLOCK) and inner.count(BLOCK) == 2:
+        return inner[len(BLOCK) : -len(BLOCK)].strip("\n")
+    return text
+
+
+def _set(talk: Talk, argument: str) -> tuple[Settings, str]:
+    """`/set`, `/set NAME`, `/set NAME VALUE`."""
     name, _, value = argument.partition(" ")
     name, value = name.replace("-", "_").lower(), value.strip()
     if not name:
         return _show(talk, "")
+    if name == "model":
+        raise UsageError("the model is changed with /model NAME")
+    _check_name(name)
+    settings = _with(talk, name, value) if value else talk.settings
+    return settings, f"{name} = {_shown(settings, name)}"
+
+
+def _check_name(name: str) -> None:
     if name not in CAN_SET:
-        if name == "model":
-            return _refused(talk, "the model is changed with /model NAME")
-        return _refused(talk, _no_setting(name))
-    if not value:
-        return Outcome(talk, f"{name} = {shown(talk.settings, name)}")
-    return _with_setting(talk, name, value)
+        meant = nearest(name, CAN_SET)
+        tail = f"Did you mean '{meant}'?" if meant else f"One of: {', '.join(CAN_SET)}."
+        raise UsageError(f"no such setting '{name}'. {tail}")
 
 
-def _no_setting(name: str) -> str:
-    meant = nearest(name, CAN_SET)
-    return f"no such setting '{name}'. " + (f"Did you mean '{meant}'?" if meant else f"One of: {', '.join(CAN_SET)}.")
+def _with(talk: Talk, name: str, value: str) -> Settings:
+    """The settings with a value as it was typed; `default` is the one from the start of the talk."""
+    if value == "default":
+        return talk.settings.changed(talk.started.sources[name], **{name: talk.started[name]})
+    parsed = _NONE[name] if name in _NONE and value == "none" else parse(TABLE[name], value, name)
+    return talk.settings.changed("/set", **{name: parsed})
 
 
-def _with_setting(talk: Talk, name: str, value: str) -> Outcome:
-    try:
-        parsed = talk.started[name] if value == "default" else parse(TABLE[name], value, name)
-    except UsageError as error:
-        return _refused(talk, error.message)
-    source = talk.started.sources[name] if value == "default" else "/set"
-    settings = replace(
-        talk.settings,
-        values={**talk.settings.values, name: parsed},
-        sources={**talk.settings.sources, name: source},
-    )
-    act = None
-    if name == "show_thinking":
-        act = Act(Do.SHOW_THINKING, "on" if parsed else "off")
-    return Outcome(replace(talk, settings=settings), f"{name} = {shown(settings, name)}", act=act)
-
-
-def _show(talk: Talk, argument: str) -> Outcome:
+def _show(talk: Talk, argument: str) -> tuple[Settings, str]:
     """All that can be set; what differs from the start of the talk is marked."""
     name = argument.replace("-", "_").lower()
-    if name and name not in CAN_SET:
-        return _refused(talk, _no_setting(name))
+    if name:
+        _check_name(name)
     rows = []
     for key in (name,) if name else CAN_SET:
-        value = shown(talk.settings, key)
         source = talk.settings.sources[key]
-        was = shown(talk.started, key)
-        mark = f"  (was {was})" if talk.settings[key] != talk.started[key] else ""
-        rows.append(f"{key:<14}{value}" + (mark or (f"  ({source})" if source != "default" else "")))
-    return Outcome(talk, "\n".join(rows))
+        mark = f"  ({source})" if source != "default" else ""
+        if talk.settings[key] != talk.started[key]:
+            mark = f"  (was {_shown(talk.started, key)})"
+        rows.append(f"{key:<14}{_shown(talk.settings, key)}{mark}")
+    return talk.settings, "\n".join(rows)
 
 
-def shown(settings: Settings, name: str) -> str:
+def _shown(settings: Settings, name: str) -> str:
     """A setting's value in words."""
     value = settings[name]
     return TABLE[name].default_text if value is None else show(value)
 
 
-def _system(talk: Talk, argument: str) -> Outcome:
+def _system(talk: Talk, argument: str) -> tuple[Settings, str]:
     if not argument:
         system = talk.settings["system"]
-        return Outcome(talk, "no system message; /system TEXT sets one" if system is None else f"system: {system}")
-    if argument in ("none", '""'):
-        values = {**talk.settings.values, "system": None}
-        sources = {**talk.settings.sources, "system": "/system"}
-        settings = replace(talk.settings, values=values, sources=sources)
-        return Outcome(replace(talk, settings=settings), "no system message from here on")
-    outcome = _with_setting(talk, "system", unquote_block(argument))
-    return replace(outcome, text="the system message is set" if argument != "default" else outcome.text)
+        return talk.settings, "no system message; /system TEXT sets one" if system is None else f"system: {system}"
+    settings = _with(talk, "system", "none" if argument == '""' else unquote_block(argument))
+    return settings, "no system message from here on" if settings["system"] is None else "the system message is set"
 
 
 _THINK_WORDS = ("on", "off", "show", "hide", "none")
 
 
-def _think(talk: Talk, argument: str) -> Outcome:
+def _think(talk: Talk, argument: str) -> tuple[Settings, str]:
     """`/think` tells, on and off switch, N is a budget, none takes it away, show and hide unfold and fold."""
     word = argument.lower()
     if not word:
         state = "on" if talk.settings["think"] else "off"
-        budget = shown(talk.settings, "think_budget")
-        return Outcome(talk, f"thinking is {state}, budget {budget}; /think on|off|show|hide|TOKENS|none")
+        budget = _shown(talk.settings, "think_budget")
+        return talk.settings, f"thinking is {state}, budget {budget}; /think on|off|show|hide|TOKENS|none"
     if word in ("show", "hide"):
-        outcome = _with_setting(talk, "show_thinking", str(word == "show").lower())
-        return replace(outcome, text="thinking is shown" if word == "show" else "thinking is folded")
+        shown = word == "show"
+        return talk.settings.changed("/think", show_thinking=shown), f"thinking is {'shown' if shown else 'folded'}"
     if word in ("on", "off"):
-        return replace(_with_setting(talk, "think", word), text=f"thinking is {word}")
+        return talk.settings.changed("/think", think=word == "on"), f"thinking is {word}"
     if word == "none":
-        values = {**talk.settings.values, "think_budget": None}
-        sources = {**talk.settings.sources, "think_budget": "/think"}
-        settings = replace(talk.settings, values=values, sources=sources)
-        return Outcome(replace(talk, settings=settings), "thinking has no budget")
+        return _with(talk, "think_budget", "none"), "thinking has no budget"
     if word.isascii() and word.lstrip("-").isdigit():
-        outcome = _with_setting(talk, "think_budget", word)
-        if outcome.failed:
-            return outcome
-        outcome = _with_setting(outcome.talk, "think", "on")
-        return replace(outcome, text=f"the model may think for {int(word)} tokens")
+        settings = _with(talk, "think_budget", word).changed("/think", think=True)
+        return settings, f"the model may think for {settings['think_budget']} tokens"
     meant = nearest(word, _THINK_WORDS)
     tail = f" Did you mean '{meant}'?" if meant else ""
-    return _refused(talk, f"/think: '{argument}' is none of {', '.join(_THINK_WORDS)}, or a number of tokens.{tail}")
-
-
-def _clear(talk: Talk, argument: str) -> Outcome:
-    return Outcome(talk, "a new talk begins", act=Act(Do.CLEAR))
-
-
-def _undo(talk: Talk, argument: str) -> Outcome:
-    question = talk.last_question
-    if question is None:
-        return _refused(talk, "there is nothing to undo")
-    line = " ".join(question.split())
-    line = line if len(line) <= 50 else line[:49] + "…"
-    return Outcome(talk, f"taken back: {line}", act=Act(Do.UNDO))
-
-
-def _regen(talk: Talk, argument: str) -> Outcome:
-    question = talk.last_question
-    if question is None:
-        return _refused(talk, "there is no answer to make again")
-    same = not talk.settings["temperature"]
-    text = "temperature is 0, so the answer will be the same; try /set temperature 0.7" if same else ""
-    return Outcome(talk, text, act=Act(Do.RESEND, question))
-
-
-def _edit(talk: Talk, argument: str) -> Outcome:
-    question = talk.last_question
-    if question is None or argument:
-        return Outcome(talk, act=Act(Do.EDIT, argument))
-    return Outcome(talk, act=Act(Do.EDIT, question, replaces=True))
-
-
-def _needs_answer(do: Do) -> Callable[[Talk, str], Outcome]:
-    def run(talk: Talk, argument: str) -> Outcome:
-        if talk.last_answer is None:
-            return _refused(talk, "there is no answer yet")
-        return Outcome(talk, act=Act(do, argument))
-
-    return run
-
-
-_COPY_WORDS = ("answer", "code", "all")
-
-
-def _copy(talk: Talk, argument: str) -> Outcome:
-    what = argument.lower() or "answer"
-    if what not in _COPY_WORDS:
-        return _refused(talk, f"/copy: '{argument}' is none of {', '.join(_COPY_WORDS)}")
-    return _needs_answer(Do.COPY)(talk, what)
-
-
-def _needs_word(do: Do, usage: str) -> Callable[[Talk, str], Outcome]:
-    def run(talk: Talk, argument: str) -> Outcome:
-        return Outcome(talk, act=Act(do, argument)) if argument else _refused(talk, usage)
-
-    return run
-
-
-def _bench(talk: Talk, argument: str) -> Outcome:
-    if argument and not (argument.isascii() and argument.isdigit() and 0 < int(argument) <= 100_000):
-        return _refused(talk, f"/bench: '{argument}' is not a number of tokens from 1 to 100000")
-    return Outcome(talk, act=Act(Do.BENCH, argument))
-
-
-def _acts(do: Do) -> Callable[[Talk, str], Outcome]:
-    return lambda talk, argument: Outcome(talk, act=Act(do, argument))
-
-
-def _refused(talk: Talk, text: str) -> Outcome:
-    return Outcome(talk, text, failed=True)
+    raise UsageError(f"/think: '{argument}' is none of {', '.join(_THINK_WORDS)}, or a number of tokens.{tail}")
 
 
 _ROWS = (
-    Command("help", "[COMMAND]", "this list, or one of it", _help),
+    Command("help", "[COMMAND]", "this list, or one of it"),
     Command("set", "[NAME [VALUE]]", "show or change a setting; `default` takes it back", _set, CAN_SET),
     Command("show", "[NAME]", "all settings, with what differs from the start", _show, CAN_SET),
     Command("system", "[TEXT]", "show or set the system message; `none` drops it", _system),
     Command("think", "[on|off|show|N]", "switch, unfold, or limit thinking to N tokens", _think, _THINK_WORDS),
-    Command("stats", "", "figures of the last answer and of the talk", _acts(Do.STATS)),
-    Command("tokens", "[TEXT]", "how many tokens a text has, or the talk", _acts(Do.TOKENS)),
-    Command("clear", "", "begin a new talk, keep the settings", _clear),
-    Command("undo", "", "take back the last question and its answer", _undo),
-    Command("regen", "", "make the last answer again", _regen),
-    Command("edit", "[TEXT]", "change the last question in your editor", _edit),
-    Command("read", "FILE", "attach a text file to the next question", _needs_word(Do.READ, "/read needs a file")),
-    Command("save", "[FILE]", "write the talk to a .md or .json file", _acts(Do.SAVE)),
-    Command(
-        "load", "NAME|FILE", "go on with a session, or a .json file",
-        _needs_word(Do.LOAD, "/load needs a session (/sessions lists them) or a .json file"),
-    ),
-    Command("sessions", "", "earlier talks", _acts(Do.SESSIONS)),
-    Command("copy", "[code|all]", "put the answer on the clipboard, or its code", _copy, _COPY_WORDS),
-    Command("model", "[NAME]", "list models, or change to another and go on", _acts(Do.MODEL)),
-    Command("bench", "[TOKENS]", "measure this model here and now", _bench),
-    Command("exit", "", "leave (so does Ctrl-D)", _exit),
-)  # fmt: skip
+    Command("stats", "", "figures of the last answer and of the talk"),
+    Command("tokens", "[TEXT]", "how many tokens a text has, or the talk"),
+    Command("clear", "", "begin a new talk, keep the settings"),
+    Command("undo", "", "take back the last question and its answer"),
+    Command("regen", "", "make the last answer again"),
+    Command("edit", "[TEXT]", "change the last question in your editor"),
+    Command("read", "FILE", "attach a text file to the next question"),
+    Command("save", "[FILE]", "write the talk to a .md or .json file"),
+    Command("load", "NAME|FILE", "go on with a session, or a .json file"),
+    Command("sessions", "", "earlier talks"),
+    Command("copy", "[code|all]", "put the answer on the clipboard, or its code", words=("answer", "code", "all")),
+    Command("model", "[NAME]", "list models, or change to another and go on"),
+    Command("bench", "[TOKENS]", "measure this model here and now"),
+    Command("exit", "", "leave (so does Ctrl-D)"),
+)
 COMMANDS: Mapping[str, Command] = {row.name: row for row in _ROWS}
 ALIASES: Mapping[str, str] = {
     "quit": "exit",

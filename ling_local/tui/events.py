@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ling_local.engine.protocol import EngineInfo, Progress
 from ling_local.errors import LingError
 from ling_local.tui.blocks import Block
 from ling_local.types import FinishReason, Message, Stats
 
+if TYPE_CHECKING:
+    from ling_local.tui.model import Turn
+
 # --- the screen's own events
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """The weights are on their way."""
-
-    progress: Progress
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The engine is ready."""
-
-    info: EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +21,6 @@ class Sent:
 
     text: str
     echo: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Prefilling:
-    """The engine has the request and reads the prompt; num_tokens 0 where nobody has counted it."""
-
-    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +36,6 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
-    """A line, or lines, of ours for the person. style is "dim", "warning", "error" or ""."""
-
-    text: str
-    style: str = "dim"
-
-
-@dataclass(frozen=True, slots=True)
 class ThinkShown:
     """Thoughts are printed in full from now on, or folded to one line."""
 
@@ -69,24 +43,32 @@ class ThinkShown:
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
-    """The talk is forgotten; what is printed stays."""
+class Kept:
+    """The talk is these turns from here on; what is printed stays."""
 
-
-@dataclass(frozen=True, slots=True)
-class Undone:
-    """The last turn is taken back."""
+    turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A saved talk takes the place of this one. echo: print its last turn."""
+    """A saved talk takes the place of this one; its last turn is printed."""
 
     turns: tuple[tuple[str, Message], ...]
-    echo: bool = True
 
 
-ScreenEvent = Loading | Loaded | Sent | Prefilling | Cut | Failed | Notice | ThinkShown | Cleared | Undone | Restored
+# --- what is both: it is printed as it comes
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line, or lines, of ours for the person. style is "dim", "warning", "error" or ""; hint: the next step."""
+
+    text: str
+    style: str = "dim"
+    hint: str = ""
+
+
+ScreenEvent = Sent | Cut | Failed | ThinkShown | Kept | Restored | Line
 
 
 # --- what is printed for good
@@ -94,7 +76,7 @@ ScreenEvent = Loading | Loaded | Sent | Prefilling | Cut | Failed | Notice | Thi
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the person asked. gap: a blank line comes before it."""
+    """What the person asked, where it does not stand on the screen yet."""
 
     text: str
 
@@ -116,15 +98,6 @@ class Thought:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A tool call. name "" where the model wrote something that is none; arguments is then that text."""
-
-    name: str
-    arguments: str
-    cut: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """The quiet line that ends a turn."""
 
@@ -133,13 +106,4 @@ class Summary:
     answered: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of ours, as in Notice. hint: the next step after an error."""
-
-    text: str
-    style: str = "dim"
-    hint: str = ""
-
-
-Item = Question | Fold | Thought | Block | Call | Summary | Line
+Item = Question | Fold | Thought | Block | Summary | Line

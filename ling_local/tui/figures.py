@@ -144,6 +144,11 @@ def count(tokens: int) -> str:
     return f"{tokens / 1024:.1f}k" if tokens < 10_000 else f"{tokens / 1024:.0f}k"
 
 
+def turn_count(num: int) -> str:
+    """`1 turn`, `2 turns`"""
+    return f"{num} turn{'' if num == 1 else 's'}"
+
+
 def millis(seconds: float) -> str:
     """Milliseconds with three digits, as long for 2.13 as for 21.3, so that figures stand still."""
     value = seconds * 1000

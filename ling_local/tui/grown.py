@@ -35,10 +35,6 @@ class Grown(Generic[T]):
         """The items from index start on."""
         return (self._items[index] for index in range(start, self._size))
 
-    def newest_first(self) -> Iterator[T]:
-        """The items from the last to the first."""
-        return (self._items[index] for index in range(self._size - 1, -1, -1))
-
     def __getitem__(self, index: int) -> T:
         if not -self._size <= index < self._size:
             raise IndexError(index)
@@ -63,7 +59,7 @@ def newest_text(pieces: Grown[str], num_chars: int) -> str:
     """The last num_chars characters (or all there are) of a text in pieces, without joining the rest."""
     taken: list[str] = []
     left = num_chars
-    for piece in pieces.newest_first():
+    for piece in reversed(pieces):
         if left <= 0:
             break
         taken.append(piece[-left:])

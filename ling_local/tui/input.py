@@ -13,6 +13,7 @@ from typing import TextIO
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application.current import get_app
+from prompt_toolkit.buffer import Buffer
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition, has_focus, is_searching
@@ -21,35 +22,27 @@ from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
+from prompt_toolkit.layout.processors import TabsProcessor, Transformation, TransformationInput
 from prompt_toolkit.output import ColorDepth, Output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
 
-from ling_local.tui.commands import ALIASES, COMMANDS
-from ling_local.tui.talk import block_is_open
+from ling_local.tui.commands import ALIASES, COMMANDS, block_is_open
+from ling_local.tui.wrap import TAB
 
 Words = Callable[[], Iterable[str]]
 
-_COLOURS = {
+_MENU_ROWS = 6
+_STYLE = {
     "prompt": "bold ansicyan",
     "bottom-toolbar": "noreverse ansibrightblack",
     "bottom-toolbar.text": "noreverse",
-    "completion-menu": "bg:default default",
-    "completion-menu.completion": "bg:default default",
-    "completion-menu.completion.current": "bold ansicyan noreverse",
-    "completion-menu.meta.completion": "bg:default ansibrightblack",
-    "completion-menu.meta.completion.current": "bg:default ansibrightblack",
-}
-_PLAIN = {
-    "prompt": "bold",
-    "bottom-toolbar": "noreverse",
-    "bottom-toolbar.text": "noreverse",
     "completion-menu": "noinherit",
     "completion-menu.completion": "noinherit",
-    "completion-menu.completion.current": "bold reverse",
-    "completion-menu.meta.completion": "noinherit",
-    "completion-menu.meta.completion.current": "noinherit",
+    "completion-menu.completion.current": "noinherit bold ansicyan reverse",
+    "completion-menu.meta.completion": "noinherit ansibrightblack",
+    "completion-menu.meta.completion.current": "noinherit ansibrightblack",
 }
 
 
@@ -67,6 +60,15 @@ class Screen(Vt100_Output):
 def open_screen(stdout: TextIO) -> Output:
     """The terminal behind stdout."""
     return Screen.from_pty(stdout)
+
+
+class Tabs(TabsProcessor):
+    """Tabs as blanks for the eye; a line without any costs nothing, however long it is."""
+
+    def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
+        if "\t" not in transformation_input.document.lines[transformation_input.lineno]:
+            return Transformation(transformation_input.fragments)
+        return super().apply_transformation(transformation_input)
 
 
 class CommandCompleter(Completer):
@@ -116,6 +118,7 @@ class Prompt:
         colour: bool = True,
         mark: str = "› ",
     ) -> None:
+        self.was_cleared = False  # by Ctrl-C, since `read` began: what stood there to begin with is not meant any more
         self._failed = failed
         self._session: PromptSession[str] = PromptSession(
             message=[("class:prompt", mark)],
@@ -127,10 +130,10 @@ class Prompt:
             completer=CommandCompleter(words),
             complete_while_typing=Condition(_types_a_command),
             complete_style=CompleteStyle.COLUMN,
-            reserve_space_for_menu=6,
             bottom_toolbar=lambda: _toolbar(toolbar()),
-            key_bindings=_bindings(),
-            style=Style.from_dict(_COLOURS if colour else _PLAIN),
+            key_bindings=_bindings(self._clear),
+            input_processors=[Tabs(TAB, " ", " ")],
+            style=Style.from_dict(_STYLE),
             include_default_pygments_style=False,
             color_depth=None if colour else ColorDepth.DEPTH_1_BIT,
             enable_suspend=True,
@@ -149,6 +152,9 @@ class Prompt:
             if not self._end_if_failed() and editor:
                 get_app().current_buffer.open_in_editor()
 
+        self.was_cleared = False
+        rows = self._session.output.get_size().rows
+        self._session.reserve_space_for_menu = max(min(_MENU_ROWS, rows - 2), 0)  # a low window has to show the line
         return self._session.prompt(default=default, pre_run=begin)
 
     def refresh(self) -> None:
@@ -158,6 +164,10 @@ class Prompt:
             with suppress(RuntimeError):  # closed: the read has just ended
                 # `invalidate` looks for the loop several times: in the thread that reads it cannot lose it halfway
                 loop.call_soon_threadsafe(self._look)
+
+    def _clear(self, buffer: Buffer) -> None:
+        buffer.reset()
+        self.was_cleared = True
 
     def _look(self) -> None:
         if not self._end_if_failed():
@@ -179,7 +189,7 @@ def _toolbar(text: str) -> StyleAndTextTuples:
     return [("class:bottom-toolbar.text", text)]
 
 
-def _bindings() -> KeyBindings:
+def _bindings(clear: Callable[[Buffer], None]) -> KeyBindings:
     bindings = KeyBindings()
     typing = has_focus("DEFAULT_BUFFER") & ~is_searching
 
@@ -201,7 +211,7 @@ def _bindings() -> KeyBindings:
     @bindings.add("<sigint>", filter=typing)
     def _interrupt(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
-            event.current_buffer.reset()
+            clear(event.current_buffer)
         else:
             event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
 

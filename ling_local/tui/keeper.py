@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ling_local.errors import UsageError
 from ling_local.sessions import Saved, SessionFile, read
-from ling_local.types import Channel, Message, TokenEvent, ToolCall
+from ling_local.types import Channel, Message, TokenEvent
 
 _PART_S = 1.0  # at most so much of an answer is lost with the process
 
@@ -36,14 +36,12 @@ class Keeper:
 
     def asked(self, text: str, system: str | None, model: str, before: tuple[Message, ...]) -> None:
         """A question is about to be sent. before: the talk up to it, written where the file is made only now."""
-        if not self._wanted:
-            return
-        if self._session is None:
+        if self._wanted and self._session is None:
             self._try(lambda: self._create(model, before))
         if system != self._system:
-            self._try(lambda: self._write().system(system))
+            self._write(lambda session: session.system(system))
             self._system = system
-        self._try(lambda: self._write().asked(text))
+        self._write(lambda session: session.asked(text))
         self._due_s = time.monotonic() + _PART_S
 
     def take(self, event: object) -> None:
@@ -58,25 +56,25 @@ class Keeper:
         if time.monotonic() >= self._due_s:
             self._flush()
 
-    def ended(self, reason: str, calls: tuple[ToolCall, ...]) -> None:
+    def ended(self, reason: str) -> None:
         """The answer is whole, or cut; it is part of the talk."""
         self._flush()
-        self._try(lambda: self._write().done(reason, calls))
+        self._write(lambda session: session.done(reason))
 
     def failed(self) -> None:
         """The question got no answer that is kept."""
         self._pending.clear()
-        self._try(lambda: self._write().failed())
+        self._write(SessionFile.failed)
 
     def undo(self) -> None:
-        self._try(lambda: self._write().undo())
+        self._write(SessionFile.undo)
 
     def restore(self, messages: tuple[Message, ...]) -> None:
         """Put a turn back that was taken back."""
-        self._try(lambda: self._write().adopt(messages))
+        self._write(lambda session: session.adopt(messages))
 
     def model(self, model: str) -> None:
-        self._try(lambda: self._write().model(model))
+        self._write(lambda session: session.model(model))
 
     def start_anew(self) -> None:
         """The next question begins a session of its own; what was kept stays on disk."""
@@ -111,29 +109,21 @@ class Keeper:
         if before:
             self._session.adopt(before)
 
-    def _write(self) -> SessionFile:
-        if self._session is None:
-            raise _NoFile
-        return self._session
-
     def _flush(self) -> None:
         self._due_s = time.monotonic() + _PART_S
         pending, self._pending = self._pending, []
         for channel, texts, ids in pending:
-            self._try(lambda c=channel, t=texts, i=ids: self._write().part(c, "".join(t), i))
+            self._write(lambda session, c=channel, t=texts, i=ids: session.part(c, "".join(t), i))
+
+    def _write(self, write: Callable[[SessionFile], None]) -> None:
+        if self._session is not None:
+            self._try(lambda: write(self._session))
 
     def _try(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except _NoFile:
-            pass
         except OSError as error:
             self._wanted = False
-            if self._session is not None:
-                self._session.close()
-                self._session = None
+            self._pending.clear()
+            self.close()
             self.problem = f"this talk is no longer kept on disk: {error.strerror or error}"
-
-
-class _NoFile(Exception):
-    """Nothing was kept so far, or it is no longer wanted."""

@@ -7,13 +7,11 @@ paragraph stay. `Rendered` makes the lines for the width that it is printed at; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
-from markdown_it.tree import SyntaxTreeNode
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
@@ -23,6 +21,11 @@ from ling_local.tui.blocks import LITERAL_RULES, MAX_NESTING, Block, code_of, li
 from ling_local.tui.code import highlight
 from ling_local.tui.tables import table_lines
 from ling_local.tui.wrap import wrap
+
+if TYPE_CHECKING:  # reading the parser takes time, and the prompt shall stand at once
+    from markdown_it import MarkdownIt
+    from markdown_it.token import Token
+    from markdown_it.tree import SyntaxTreeNode
 
 MAX_INLINE = 50_000  # characters; a longer paragraph is shown as it was written
 _MIN_WIDTH = 8  # inside quotes and lists in quotes, however narrow the terminal
@@ -41,57 +44,44 @@ _STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A block for Rich. leading: whether the blank line before it is printed, where it has one."""
+    """A finished block for Rich."""
 
     block: Block
-    leading: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self.block.gap and self.leading:
+        if self.block.gap:
             yield Text()
         for line in render_lines(self.block, options.max_width):
             yield from line.render(console, end="\n")
-
-
-def render(block: Block) -> Rendered:
-    """A finished block as a Rich renderable."""
-    return Rendered(block)
 
 
 def render_lines(block: Block, width: int) -> list[Text]:
     """The block's lines for a width in cells, without the gap before it. Only code may be wider."""
     if block.fence is not None:
         return highlight(code_of(block, block.fence), block.fence.language, block.before)
-    source = block.text
-    if len(source) > MAX_INLINE and "\n" not in source.strip("\n"):
-        return wrap(Text(source.strip("\n")), width)
-    source, added = with_item_before(block)
-    tokens = _parser().parse(source)
-    if _too_deep(tokens):
-        return wrap(Text(block.text.rstrip("\n")), width)
-    page = _Page(source.split("\n"), block.number, added)
-    return page.children(SyntaxTreeNode(tokens), width, every_gap=True)
-
-
-def render_document(source: str, width: int) -> list[Text]:
-    """A whole text at once, gaps included: what its blocks, printed one after the other, amount to."""
-    return render_lines(Block(source), width)
+    source = block.text.strip("\n")
+    if len(source) > MAX_INLINE and "\n" not in source:
+        return wrap(Text(source), width)
+    return _laid_out(block, width, every_gap=True)
 
 
 def open_lines(block: Block, width: int) -> list[Text]:
     """The open block's lines: prose as it will look, a half fence or table as it was written."""
     block = replace(block, text=block.text.lstrip("\n"))
+    return _laid_out(block, width, every_gap=False, as_written=("fence", "code_block", "table_open"))
+
+
+def _laid_out(block: Block, width: int, every_gap: bool, as_written: Sequence[str] = ()) -> list[Text]:
+    """Lines of what the parser finds in a block; its source where that holds a token of as_written, or is nested so
+    deep that the parser leaves out what is inside."""
+    from markdown_it.tree import SyntaxTreeNode
+
     source, added = with_item_before(block)
     tokens = _parser().parse(source)
-    if _too_deep(tokens) or any(token.type in ("fence", "code_block", "table_open") for token in tokens):
-        return wrap(Text(block.text), width)
+    if any(token.level >= MAX_NESTING - 2 or token.type in as_written for token in tokens):
+        return wrap(Text(block.text.rstrip("\n")), width)
     page = _Page(source.split("\n"), block.number, added)
-    return page.children(SyntaxTreeNode(tokens), width, every_gap=False)
-
-
-def _too_deep(tokens: Sequence[Token]) -> bool:
-    """So much is nested that the parser leaves out what is inside."""
-    return any(token.level >= MAX_NESTING - 2 for token in tokens)
+    return page.children(SyntaxTreeNode(tokens), width, every_gap=every_gap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +222,10 @@ def _is_code_like(opening: Token, before: str) -> bool:
     return opening.markup == "__" or (opening.markup == "*" and before[-1:].isascii() and before[-1:].isalnum())
 
 
-def plain_lines(lines: Sequence[Text]) -> Iterator[str]:
-    """The lines without their styles."""
-    return (line.plain for line in lines)
-
-
 @lru_cache(maxsize=1)
 def _parser() -> MarkdownIt:
+    from markdown_it import MarkdownIt
+
     parser = MarkdownIt("commonmark", {"maxNesting": MAX_NESTING})
     parser.enable(["table", "strikethrough"]).disable(LITERAL_RULES)
     parser.normalizeLink = lambda url: url

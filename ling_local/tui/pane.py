@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleDimensions, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.control import Control
-from rich.segment import ControlType, Segment
+from rich.segment import ControlType
+from rich.text import Text
 
 _ERASE = (ControlType.ERASE_IN_LINE, 2)
 
@@ -35,48 +34,34 @@ class Pane:
         self._console.size = ConsoleDimensions(columns, rows)
         return columns, rows
 
-    def draw(self, above: Sequence[RenderableType], tail: RenderableType | None) -> None:
+    def draw(self, above: Sequence[RenderableType], tail: Sequence[Text] = ()) -> None:
         """Print `above` for good and put `tail`, cut to the screen, below it."""
         columns, rows = self.resize()
-        lines: list[list[Segment]] = []
-        if tail is not None:
-            options = self._console.options.update(width=columns, height=None)
-            lines = self._console.render_lines(tail, options, pad=False)[: max(rows - 1, 1)]
+        lines = [line.copy() for line in tail[: max(rows - 1, 1)]]
+        for line in lines:
+            line.truncate(columns)
         if not above and not lines and not self._widths:
             return
-        head = self._take_away(columns)
-        body = chain.from_iterable(_with_break(line, last=line is lines[-1]) for line in lines)
-        self._console.print(_Raw(head), Group(*above), _Raw(body), end="", crop=False)
-        self._widths = [cell_len("".join(segment.text for segment in line)) for line in lines]
+        body = Text("\n").join(lines)
+        self._console.print(
+            self._take_away(columns), Group(*above), body, end="", crop=False, no_wrap=True, overflow="ignore"
+        )
+        self._widths = [line.cell_len for line in lines]
 
     def erase(self) -> None:
         """Take the tail away."""
-        self.draw((), None)
+        self.draw(())
 
     def forget(self) -> None:
         """The cursor is on a fresh line: something else has written to the screen."""
         self._widths = []
 
-    def _take_away(self, columns: int) -> list[Segment]:
+    def _take_away(self, columns: int) -> Control:
         """Back to where the tail began, with its lines blank. A narrower terminal has broken them in two."""
         if not self._widths:
-            return []
+            return Control()
         height = sum(max(-(-width // columns), 1) for width in self._widths)
         moves: list[ControlType | tuple[ControlType, int]] = [ControlType.CARRIAGE_RETURN, _ERASE]
         for _ in range(height - 1):
             moves += [(ControlType.CURSOR_UP, 1), _ERASE]
-        return [Control(*moves).segment]
-
-
-def _with_break(line: list[Segment], last: bool) -> Iterable[Segment]:
-    return line if last else [*line, Segment.line()]
-
-
-class _Raw:
-    """Segments as they are."""
-
-    def __init__(self, segments: Iterable[Segment]) -> None:
-        self._segments = segments
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from self._segments
+        return Control(*moves)

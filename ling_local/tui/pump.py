@@ -6,13 +6,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Generic, TypeVar
 
-from ling_local.engine.protocol import Engine, EngineInfo, EngineSpec, Progress
+from ling_local.engine.protocol import Engine, EngineInfo, EngineSpec
 from ling_local.errors import LingError
 from ling_local.generate import CancelToken, TextModel, generate
 from ling_local.settings import Settings
-from ling_local.tui.events import Failed, Prefilling, ScreenEvent
+from ling_local.tui.events import Failed, ScreenEvent
 from ling_local.types import Event, Request
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,54 +32,53 @@ class Model:
     settings: Settings
     name: str
     load_text: Callable[[], TextModel]
-    ready: Callable[[TextModel], EngineInfo]
+    ready: Callable[[], EngineInfo]
 
 
-class Load:
-    """Waits for a model in a thread of its own."""
+class Job(Generic[T]):
+    """Work in a thread of its own, and what came of it. on_end is called there."""
 
-    def __init__(self, model: Model, on_end: Callable[[], None]) -> None:
-        self.model = model
-        self.info: EngineInfo | None = None
-        self.text_model: TextModel | None = None
+    def __init__(self, work: Callable[[], T], on_end: Callable[[], None], name: str = "job") -> None:
         self.error: BaseException | None = None
         self._ended = threading.Event()
-        self._on_end = on_end
-        threading.Thread(target=self._wait, name="model-load", daemon=True).start()
+        self._work, self._on_end = work, on_end
+        self._value: list[T] = []
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     @property
     def is_over(self) -> bool:
-        """The load has ended, well or not."""
+        """The work has ended, well or not."""
         return self._ended.is_set()
 
-    def result(self) -> TextModel:
-        """Wait for the end. Raises what the load failed with."""
+    def result(self) -> T:
+        """Wait for the end; what the work gave. Raises what it raised."""
         self._ended.wait()
         if self.error is not None:
             raise self.error
-        assert self.text_model is not None
-        return self.text_model
+        return self._value[0]
 
-    def _wait(self) -> None:
+    def _run(self) -> None:
         try:
-            self.text_model = self.model.load_text()
-            self.info = self.model.ready(self.text_model)
+            self._value.append(self._work())
         except BaseException as error:
             self.error = error
         self._ended.set()
         self._on_end()
 
 
-@dataclass(slots=True)
-class ProgressBox:
-    """The newest word on how far a load is; written by a thread of the engine."""
+class Load(Job[TextModel]):
+    """Reads a model: its text side, and then its weights."""
 
-    on_change: Callable[[], None]
-    progress: Progress | None = None
+    def __init__(self, model: Model, on_end: Callable[[], None]) -> None:
+        self.model = model
+        self.info: EngineInfo | None = None
+        self.text_model: TextModel | None = None
+        super().__init__(self._load, on_end, "model-load")
 
-    def __call__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.on_change()
+    def _load(self) -> TextModel:
+        self.text_model = self.model.load_text()
+        self.info = self.model.ready()
+        return self.text_model
 
 
 class Pump:
@@ -110,7 +112,6 @@ class Pump:
     def _run(self) -> None:
         try:
             text_model = self._load.result()
-            self._events.put(Prefilling())
             for event in generate(self._load.model.engine, text_model, self._request, self._cancel):
                 self._events.put(event)
         except LingError as error:

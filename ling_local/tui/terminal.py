@@ -96,8 +96,10 @@ class Terminal:
         """What the collected keys would write, as far as they are plain text; for the eye only."""
         text = ""
         for press in self._keys:
-            if press.key in (Keys.BracketedPaste, Keys.ControlM, Keys.ControlJ):
-                text += press.data if press.key is Keys.BracketedPaste else "\n"
+            if press.key is Keys.BracketedPaste:
+                text += press.data.replace("\r\n", "\n").replace("\r", "\n")
+            elif press.key in (Keys.ControlM, Keys.ControlJ):
+                text += "\n"
             elif press.key is Keys.ControlH:
                 text = text[:-1]
             elif press.key is Keys.ControlU:

@@ -10,11 +10,18 @@ from typing import Any
 
 from ling_local import paths
 from ling_local.errors import LingError, UsageError
-from ling_local.text.clean import read_text
+from ling_local.text.clean import Cleaned, read_text
 from ling_local.text.messages import messages_from_openai
 from ling_local.types import Message
 
 _MOST_BYTES = 8 << 20
+
+
+def named(text: str) -> Path:
+    """The file that a person names. UsageError."""
+    if "\0" in text:
+        raise UsageError("a file name holds no NUL")
+    return paths.user_path(text)
 
 
 def write(file: Path, system: str | None, messages: Sequence[Message]) -> None:
@@ -62,7 +69,7 @@ def as_markdown(system: str | None, messages: Sequence[Message]) -> str:
 def read_json(file: Path) -> tuple[str | None, tuple[Message, ...]]:
     """System message and turns of a JSON file: a list, or an object with "messages". LingError, UsageError."""
     try:
-        data = json.loads(read_file(file))
+        data = json.loads(read_file(file).text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{file} is not JSON: {error}") from None
     items = data.get("messages") if isinstance(data, dict) else data
@@ -77,17 +84,15 @@ def read_json(file: Path) -> tuple[str | None, tuple[Message, ...]]:
     return system, talk
 
 
-def read_file(file: Path) -> str:
+def read_file(file: Path) -> Cleaned:
     """A text file's content, as the model gets it. LingError, UsageError."""
     try:
+        if file.exists() and not file.is_file():  # to open a pipe would wait for who writes to it
+            raise LingError(f"{file} is {'a folder' if file.is_dir() else 'no regular file'}", "Give a file.")
         with open(file, "rb") as source:
             data = source.read(_MOST_BYTES + 1)
-    except IsADirectoryError:
-        raise LingError(f"{file} is a folder", "Give a file.") from None
     except OSError as error:
         raise LingError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a NUL in the name
-        raise UsageError(f"that is no file name: {error}") from None
     if len(data) > _MOST_BYTES:
         raise LingError(f"{file} is larger than {_MOST_BYTES >> 20} MiB", "Give a part of it.")
-    return read_text(data, str(file)).text
+    return read_text(data, str(file))

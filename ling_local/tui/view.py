@@ -6,28 +6,27 @@ are left to the terminal. Every text of a person, a model or a file is literal h
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
+from ling_local.engine.protocol import EngineInfo, Progress
 from ling_local.text.clean import visible
 from ling_local.tui import figures
 from ling_local.tui.blocks import Block, code_of
-from ling_local.tui.events import Call, Fold, Item, Line, Question, Summary, Thought
+from ling_local.tui.events import Fold, Item, Line, Question, Summary, Thought
 from ling_local.tui.figures import SEPARATOR, Part
 from ling_local.tui.grown import newest_text
-from ling_local.tui.markdown import open_lines, render
-from ling_local.tui.model import ChatState, Phase, StepMark, Turn
+from ling_local.tui.markdown import Rendered, open_lines
+from ling_local.tui.model import ChatState, StepMark, Turn
 from ling_local.tui.wrap import clip, fold, wrap
 from ling_local.types import Channel
 
 MIN_STRIP, MAX_STRIP = 3, 32
 _NARROW = 60
-CALL_CHARS = 1500  # of a tool call's arguments; what comes after is counted
 _STYLES = {"dim": "dim", "warning": "yellow", "error": "red", "": ""}
 _LEVELS = "▂▃▄▅▆▇"
 
@@ -44,42 +43,26 @@ class Lines:
             yield from line.render(console, end="\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Quiet:
-    """One dim line between rules, as full as the width allows."""
-
-    parts: Sequence[Part]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield quiet_line(self.parts, options.max_width)
-
-
-def header(state: ChatState) -> list[RenderableType]:
-    """What stands at the top: version, model, device, context; a note; the keys to know."""
-    info = state.info
-    parts = [f"ling {state.version}", state.model]
-    if info is not None:
-        parts[1] += f" ({info.dtype})"
-        parts += [info.device, f"{figures.count(info.context_limit)} context"]
-        if info.block:
-            parts.append(f"{info.block} drafts a step ({info.drafter})")
+def header(version: str, model: str, note: str) -> list[RenderableType]:
+    """What stands at the top: version and model, a note where there is one, the keys to know."""
     keys = "/help · Alt-Enter for a new line · Ctrl-C stops an answer · Ctrl-D leaves"
-    lines = [Lines(Text(visible(SEPARATOR.join(parts)), "bold"))]
-    if state.note:
-        lines.append(Lines(Text(visible(state.note), "dim")))
+    lines = [Lines(Text(visible(f"ling {version}{SEPARATOR}{model}"), "bold"))]
+    if note:
+        lines.append(Lines(Text(visible(note), "dim")))
     return [*lines, Lines(Text(keys, "dim"))]
 
 
-def finished(before: ChatState, after: ChatState) -> list[RenderableType]:
-    """What has become final between two states, in order, to be printed once."""
-    return [show(item) for item in after.log.after(len(before.log))]
+def finished(before: ChatState, after: ChatState, quiet: bool = True) -> list[RenderableType]:
+    """What has become final between two states, in order, to be printed once. quiet: with the quiet lines."""
+    items = after.log.after(len(before.log))
+    return [show(item) for item in items if quiet or not isinstance(item, Summary)]
 
 
 def show(item: Item) -> RenderableType:
     """One item of the log."""
     match item:
         case Block():
-            return render(item)
+            return Rendered(item)
         case Question():
             return Lines(Text(visible(item.text), "bold"), "› ")
         case Fold():
@@ -88,60 +71,67 @@ def show(item: Item) -> RenderableType:
             return Lines(Text(f"thought {spent}{item.tokens} tokens{cut}", "dim"), "▸ ")
         case Thought():
             return Lines(Text(item.text, "dim italic"), "  ")
-        case Call():
-            return _call(item)
         case Summary():
-            return summary(item)
+            return Quiet(item)
         case Line():
             return _line(item)
     raise TypeError(f"the screen cannot show {item!r}")
 
 
-def summary(item: Summary) -> RenderableType:
-    """The quiet line after an answer; above it a word where there was none."""
-    parts = figures.summary_parts(item.stats, item.reason)
-    if not item.answered and item.stats.thinking_tokens:
-        parts.insert(0, Part("no answer: it was still thinking", 11))
-    return Quiet(parts)
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """The quiet line after an answer, as full as the width allows; first a word where there was no answer."""
 
+    summary: Summary
 
-def live(state: ChatState, width: int, height: int, colour: bool = True, waited_s: float | None = None) -> Group | None:
-    """What stands under the printed text while a turn runs: the open tail and the figures. None between turns.
-
-    Fewer lines than height and none wider than width; the work does not grow with the answer. waited_s: since
-    the question was sent, by the drawer's clock; shown until the first token comes.
-    """
-    lines = live_lines(state, width, height, colour, waited_s)
-    return Group(*lines) if lines else None
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        item = self.summary
+        parts = figures.summary_parts(item.stats, item.reason)
+        if not item.answered and item.stats.thinking_tokens:
+            parts.insert(0, Part("no answer: it was still thinking", 11))
+        yield quiet_line(parts, options.max_width)
 
 
 def live_lines(
-    state: ChatState, width: int, height: int, colour: bool = True, waited_s: float | None = None
+    state: ChatState,
+    width: int,
+    height: int,
+    colour: bool = True,
+    waited_s: float | None = None,
+    load: str = "",
 ) -> list[Text]:
-    """`live` line by line."""
+    """What stands under the printed text while a turn runs: the open tail and the figures. [] between turns.
+
+    Fewer lines than height and none wider than width; the work does not grow with the answer. Until the first token
+    comes, waited_s (since the question was sent, by the drawer's clock) and load (how far the model is that it waits
+    for, "" once it is there) are shown.
+    """
     turn = state.turn
     if turn is None:
         return []
     room = max(height - 1, 1)
-    foot = _figures(state, turn, width, colour, waited_s)[-room:]
+    if turn.stats.steps:
+        foot = _figures(turn, width, colour)[-room:]
+    else:
+        what = "stopping" if turn.stopping else load or "reading the prompt"
+        foot = [Text(clip(what if waited_s is None else f"{what} · {waited_s:.1f} s", width), "dim")]
     body = _body(state, turn, width, room - len(foot))
     return [*body[len(body) - max(room - len(foot), 0) :], *foot] if body else foot
 
 
-def status(state: ChatState, width: int) -> str:
-    """One line for between the turns: what loads, or how full the context is. "" where there is nothing to say."""
-    if state.loading is not None:
-        return clip(loading(state), width)
-    if state.last is not None and state.last.stats.context_limit:
-        return clip(figures.context(state.last.stats), width)
-    return ""
+def status(info: EngineInfo, state: ChatState) -> str:
+    """One line for between the turns: what the model is and how full its context."""
+    parts = [info.model, info.dtype, info.device, f"context {figures.count(info.context_limit)}"]
+    last = state.turns[-1] if state.turns else None
+    if last and last.ids and last.stats.context_limit:
+        parts[-1] = figures.context(last.stats)
+    return visible(SEPARATOR.join(parts))
 
 
-def loading(state: ChatState) -> str:
-    """How far the load is, in words: `loading weights 43 % of 61.2 GB`."""
-    progress = state.loading
+def loading(progress: Progress | None) -> str:
+    """How far a load is, in words: `loading weights 43 % of 61.2 GB`."""
     if progress is None:
-        return ""
+        return "loading"
     share = f" {100 * progress.done // progress.total} %" if progress.total else ""
     size = f" of {progress.total / 1e9:.1f} GB" if progress.total >= 1e9 else ""
     return f"{visible(progress.stage)}{share}{size}"
@@ -182,11 +172,9 @@ def wrap_after(text: Text, first: str, width: int) -> list[Text]:
     return [Text.assemble((blank if index else first, "dim"), line) for index, line in enumerate(lines)]
 
 
-def _figures(state: ChatState, turn: Turn, width: int, colour: bool, waited_s: float | None) -> list[Text]:
-    if not turn.stats.steps:
-        return [Text(clip(_waiting(state, waited_s), width), "dim")]
+def _figures(turn: Turn, width: int, colour: bool) -> list[Text]:
     speed = figures.fit(figures.speed_parts(turn, width < _NARROW), width)
-    if state.phase is Phase.STOPPING:
+    if turn.stopping:
         speed = figures.fit([Part("stopping", 10, "yellow"), *speed], width)
     first = _joined(speed)
     room = min(width - first.cell_len - 1, MAX_STRIP)
@@ -207,27 +195,12 @@ def _joined(parts: Sequence[Part]) -> Text:
     return text
 
 
-def _waiting(state: ChatState, waited_s: float | None) -> str:
-    if state.phase is Phase.STOPPING:
-        what = "stopping"
-    elif state.loading is not None:
-        what = loading(state)
-    elif state.phase is Phase.WAITING:
-        what = "waiting for the model"
-    else:
-        what = f"reading the prompt, {state.prompt_tokens} tokens" if state.prompt_tokens else "reading the prompt"
-    return f"{what} · {waited_s:.1f} s" if waited_s is not None else what
-
-
 def _body(state: ChatState, turn: Turn, width: int, room: int) -> list[Text]:
     """What is not finished, its newest room lines."""
     if room <= 0:
         return []
     if turn.channel is Channel.THINKING:
         return _thinking(state, turn, width)
-    if turn.channel is Channel.TOOL and turn.open_call:
-        newest = visible(newest_text(turn.open_call, 4 * width)).replace("\n", " ").strip()
-        return [Text("▸ calling a tool", "dim"), Text(_end_of(newest, width), "dim")]
     lines = _tail(turn, width, room)
     if turn.blocks.opened.gap and lines:
         lines.insert(0, Text())
@@ -269,24 +242,6 @@ def _tail(turn: Turn, width: int, room: int) -> list[Text]:
     return (
         open_lines(replace(turn.blocks.opened, text=source), width) if whole else wrap(Text(source.strip("\n")), width)
     )
-
-
-def _call(item: Call) -> RenderableType:
-    words = ", ".join(_arguments(item.arguments)) if item.name else item.arguments
-    if len(words) > CALL_CHARS:
-        words = f"{words[:CALL_CHARS]}… and {len(words) - CALL_CHARS} characters more"
-    text = f"{item.name}({words})" if item.name else f"not a call: {words}"
-    return Lines(Text(text + (", cut off" if item.cut else ""), "cyan"), "→ ")
-
-
-def _arguments(text: str) -> Iterator[str]:
-    try:
-        values = json.loads(text)
-    except ValueError:
-        yield text
-        return
-    for name, value in values.items():
-        yield f"{name}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _line(item: Line) -> RenderableType:

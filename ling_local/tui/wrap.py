@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich.cells import cell_len, split_graphemes
+from rich.cells import cell_len, chop_cells, split_graphemes
 from rich.text import Text
 
 TAB = 4
@@ -32,16 +32,7 @@ def fold(text: str, width: int) -> list[str]:
     """Text cut into lines of at most width cells, as a terminal does it: after the last glyph that fits."""
     lines: list[str] = []
     for line in text.expandtabs(TAB).split("\n"):
-        if cell_len(line) <= width:
-            lines.append(line)
-            continue
-        start = cells = 0
-        for begin, _, size in split_graphemes(line)[0]:
-            if cells + size > width and begin > start:
-                lines.append(line[start:begin])
-                start, cells = begin, 0
-            cells += size
-        lines.append(line[start:])
+        lines += [part for part in chop_cells(line, max(width, 1)) if part] or [line]
     return lines
 
 

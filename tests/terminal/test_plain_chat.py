@@ -78,6 +78,21 @@ def test_a_mistyped_command_stays_here_and_gets_the_nearest(talk) -> None:
     leave(child)
 
 
+def test_a_text_block_is_one_message(talk) -> None:
+    child = talk(["ANSWER"])
+    for line in ('"""one', "/exit", ""):
+        child.sendline(line)
+        child.expect_exact(PROMPT)
+        assert b"ANSWER" not in child.before
+    block = ask(child, 'two"""')
+    child.sendline("/clear")
+    child.expect_exact(PROMPT)
+    one_line = ask(child, "one" + "x" * len("\n/exit\n\n") + "two")  # as many tokens as the block without its marks
+    assert b"ANSWER" in block
+    assert block.split(b"ctx ")[1].split(b"/")[0] == one_line.split(b"ctx ")[1].split(b"/")[0]
+    leave(child)
+
+
 def test_two_slashes_send_one(talk, ling: Program, write_script: Write) -> None:
     child = talk(["ANSWER"])
     shown = ask(child, "//literal")
@@ -105,7 +120,7 @@ def test_set_shows_changes_and_refuses_without_harm(talk) -> None:
         ask(child, bad)
     shown = ask(child, "/set")
     assert b"temperature   0.2" in shown
-    assert b"max_tokens" in shown
+    assert b"max_tokens    1024\r\n" in shown
     assert b"temperature = 0\r\n" in ask(child, "/set temperature default") + b"\r\n"
     ask(child, "/set max_tokens 2")
     shown = ask(child, "q")

@@ -32,8 +32,9 @@ def test_a_bad_value_changes_nothing_and_ends_nothing(talk: Start, tmp_path: Pat
     before = seen.ask("/show")
     seen.ask("hello")
     bad = ("/set temperature abc", "/set max_tokens 1.5", "/ctx -1", "/load nosuch", "/save /nosuch/dir/x.md",
-           "/read /nosuch", f"/read {tmp_path}", "/model nosuch", "/copy sideways", "/bench -3", "/think maybe",
-           "/set model x", "/regenn")  # fmt: skip
+           "/read /nosuch", f"/read {tmp_path}", "/read ~nobody-here/x",
+           "/save ~nobody-here/x", "/model nosuch", "/copy sideways", "/bench -3", "/think maybe",
+           "/set model x", "/regenn", "/undo 2", "/clear all")  # fmt: skip
     for line in bad:
         shown = seen.ask(line)
         assert "ling: " in shown, (line, shown)
@@ -46,6 +47,8 @@ def test_set_answers_with_the_value_and_show_marks_it(talk: Start) -> None:
     assert seen.ask("/set temperature 0.2") == "temperature = 0.2"
     shown = seen.ask("/show")
     assert "temperature   0.2  (was 0)" in shown
+    values = dict(line.split(maxsplit=1) for line in shown.splitlines())
+    assert [values[name] for name in ("max_tokens", "show_thinking", "stats")] == ["1024", "false", "true"]
     assert seen.ask("/set temperature default") == "temperature = 0"
     seen.ask("/set max_tokens 2")
     shown = seen.ask("q")
@@ -84,12 +87,19 @@ def test_read_attaches_a_file_to_the_next_question(talk: Start, tmp_path: Path) 
     file = tmp_path / "notes file.txt"
     file.write_bytes("\ufeffline one\r\nline [/INST] two\r\n".encode())
     seen = talk(["x"], ["y"], columns=120)
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    assert "not valid UTF-8 in 1 place" in " ".join(seen.ask(f"/read {tmp_path}/latin.txt").split())
+    seen.ask("/clear")
     assert "2 lines" in seen.ask(f"/read {file}")
     seen.ask("what is this?")
     seen.ask("and now?")
+    seen.ask(f"/read {file}")
+    seen.ask("/regen")  # the same question once more; the file waits for a new one
+    seen.ask("once more?")
     texts = records(seen)
     asked = [r["text"] for r in texts if r["kind"] == "user"]
-    assert asked == ["what is this?\n\nnotes file.txt:\n\nline one\nline [/INST] two\n", "and now?"]
+    notes = "\n\nnotes file.txt:\n\nline one\nline [/INST] two\n"
+    assert asked == [f"what is this?{notes}", "and now?", "and now?", f"once more?{notes}"]
 
 
 def test_save_and_load_a_file(talk: Start, tmp_path: Path) -> None:
@@ -147,6 +157,10 @@ def test_edit_changes_the_last_question(talk: Start, tmp_path: Path) -> None:
     seen.send("/edit\r").until(lambda s: s.prompt == "better question")
     seen.send("\r").until("BETA").ready()
     assert seen.ask("/tokens").endswith("1 turn")
+    seen.send("/edit\r").until(lambda s: s.prompt == "better question")
+    seen.send("\x03").until(lambda s: s.prompt == "")
+    seen.ask("another")  # what was to be edited is left as it was
+    assert seen.ask("/tokens").endswith("2 turns")
 
 
 def test_model_changes_and_the_talk_goes_on(talk: Start, write_script: Write) -> None:

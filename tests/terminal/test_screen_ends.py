@@ -94,8 +94,9 @@ def test_a_failed_answer_is_said_and_the_talk_goes_on(talk: Start) -> None:
 def test_an_engine_that_dies_is_started_again(talk: Start) -> None:
     seen = talk(["par", {"kill": "SIGKILL"}], columns=100)
     assert "killed by SIGKILL" in seen.ask("q")
-    seen.send("again\r").until("the engine is started again")
-    seen.until(lambda s: s.text.count("killed by SIGKILL") == 2).ready()
+    seen.send("/bench 2\r").until("the engine is started again").until(lambda s: s.text.count("SIGKILL") == 2).ready()
+    seen.send("again\r").until(lambda s: s.text.count("the engine is started again") == 2)
+    seen.until(lambda s: s.text.count("killed by SIGKILL") == 3).ready()
     assert seen.leave() == 0
 
 
@@ -104,6 +105,7 @@ def test_a_failed_regen_keeps_the_old_answer(talk: Start) -> None:
     seen.ask("one")
     seen.send("/regen\r").until("NaN").ready()
     assert seen.ask("/tokens").endswith("1 turn")
+    assert "TTFT" in seen.ask("/stats")  # its figures are kept as well
     name = seen_name(seen)
     again = talk(["x"], args=("--no-think", "--resume", name), columns=100)
     assert again.ask("/tokens").endswith("1 turn")

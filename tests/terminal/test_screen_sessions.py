@@ -49,6 +49,7 @@ def test_load_goes_on_with_an_earlier_talk(talk: Start) -> None:
     shown = seen.ask("/load 1")
     assert "the first talk" in shown
     assert "ALPHA" in shown
+    assert "from an earlier chat" in seen.ask("/stats")
     assert "BETA" in seen.ask("more")
     assert seen.ask("/tokens").endswith("2 turns")
 

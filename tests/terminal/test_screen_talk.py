@@ -33,6 +33,14 @@ def test_the_prompt_is_there_before_the_model_and_an_early_message_waits(talk: S
     assert "script 90" not in seen.text
 
 
+def test_what_a_load_has_to_say_stays_on_the_screen(talk: Start) -> None:
+    seen = talk(["ANSWER"], args=("--no-think", "--block", "3"), columns=100)
+    shown = seen.ask("q")
+    assert "--block 3 has no effect" in shown
+    assert "ANSWER" in shown
+    assert "no effect" not in seen.ask("q2")
+
+
 def test_live_figures_move_while_tokens_come_and_one_quiet_line_stays(talk: Start) -> None:
     turn = [{"tokens": ["w ", "x ", "y "], "repeat": 60, "delay_ms": 50, "drafted": 4}]
     seen = talk(turn, block=4).ready()
@@ -102,12 +110,12 @@ def test_a_bracketed_paste_is_one_message(talk: Start) -> None:
 
 def test_keys_typed_during_an_answer_are_kept_for_the_prompt(talk: Start) -> None:
     seen = talk([{"tokens": ["word "], "repeat": 30, "delay_ms": 50}], ["AGAIN"])
-    seen.ready().send("go\r").until("word word").send("next questx\x7fion")
+    seen.ready().send("go\r").until("word word").send("\x1b[200~next\rquest\x1b[201~x\x7fion")
     seen.until("› next question")  # shown under the figures while the answer goes on
-    seen.until(lambda s: s.prompt == "next question")
+    seen.until(lambda s: "› next" in s.visible and "  question" in s.visible)
     seen.send("?\r").until("AGAIN")
     texts = records(seen)
-    assert [r["text"] for r in texts if r["kind"] == "user"] == ["go", "next question?"]
+    assert [r["text"] for r in texts if r["kind"] == "user"] == ["go", "next\nquestion?"]
     answers = "".join(r["text"] for r in texts if r["kind"] == "part")
     assert "quest" not in answers
 

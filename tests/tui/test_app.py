@@ -21,7 +21,7 @@ from ling_local.engine.remote import RemoteEngine
 from ling_local.errors import NonFinite
 from ling_local.generate import CancelToken, TextModel, generate
 from ling_local.settings import resolve
-from ling_local.tui.events import Failed, Prefilling
+from ling_local.tui.events import Failed
 from ling_local.tui.pane import Pane
 from ling_local.tui.pump import Load, Model, Pump
 from ling_local.types import Channel, Finish, FinishReason, Message, Request, Stats, StatsEvent, TokenEvent
@@ -98,7 +98,7 @@ def loaded(path: Path, on_end: Callable[[], None] = lambda: None) -> Load:
     spec = EngineSpec(str(path), "scripted")
     engine = RemoteEngine(spec)
     settings = resolve({}, environ={}, file=None)
-    return Load(Model(engine, spec, settings, "x", lambda: TextModel.load(spec), lambda _: engine.info), on_end)
+    return Load(Model(engine, spec, settings, "x", lambda: TextModel.load(spec), lambda: engine.info), on_end)
 
 
 def drain(pump: Pump, limit_s: float = 60) -> list:
@@ -115,7 +115,6 @@ def test_events_come_in_order_and_the_end_wakes(write_script: Write) -> None:
     load = loaded(write_script(["a", "b", "c"]))
     woken = threading.Event()
     events = drain(Pump(load, Request((QUESTION,), thinking=False), woken.set))
-    assert isinstance(events[0], Prefilling)
     assert isinstance(events[-1], Finish)
     assert "".join(e.text for e in events if isinstance(e, TokenEvent)) == "abc"
     assert woken.is_set()
@@ -188,7 +187,7 @@ class Terminal:
         return self.size
 
     def draw(self, above: list, tail: str | None) -> None:
-        self.pane.draw([Text(line) for line in above], None if tail is None else Text(tail))
+        self.pane.draw([Text(line) for line in above], [Text(line) for line in tail.split("\n")] if tail else [])
         self.stream.feed(self.file.getvalue())
         self.file.seek(0)
         self.file.truncate()

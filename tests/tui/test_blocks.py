@@ -67,21 +67,21 @@ def test_a_block_is_finished_as_soon_as_nothing_can_go_on_with_it(source: str, d
 def test_a_blank_line_inside_a_fence_does_not_close_it() -> None:
     blocks, done = push(Blocks(), "```python\na = 1\n\n\n- b\n\n# c\n")
     assert done == ()
-    assert blocks.in_code
+    assert blocks.fence
 
 
 def test_a_fence_is_closed_by_its_own_kind_only() -> None:
     blocks, done = push(Blocks(), "````\n```\n~~~~\n   ```` x\n")
-    assert (done, blocks.in_code) == ((), True)
+    assert (done, bool(blocks.fence)) == ((), True)
     blocks, done = push(blocks, "  `````  \n")
     assert len(done) == 1
-    assert not blocks.in_code
+    assert not blocks.fence
 
 
 def test_a_word_with_backticks_is_no_fence() -> None:
     blocks, done = push(Blocks(), "```a`b\ntext\n\n")
     assert [block.text for block in done] == ["```a`b\ntext\n\n"]
-    assert not blocks.in_code
+    assert not blocks.fence
 
 
 def test_items_keep_their_numbers_and_gaps() -> None:

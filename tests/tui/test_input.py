@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -65,6 +66,35 @@ def test_a_paste_is_one_editable_block(type_in: Type) -> None:
     assert type_in(f"{PASTE}{lines}{PASTE_END}  # end\r") == "def f():\n    x = 1\n    return x  # end"
 
 
+def test_a_low_window_shows_what_is_typed() -> None:
+    drawn = io.StringIO()
+    output = Vt100_Output(drawn, lambda: Size(4, 40), term="xterm")
+    with create_pipe_input() as source, create_app_session(input=source, output=output):
+
+        def type_slowly() -> None:
+            source.send_text("/se")
+            end = time.monotonic() + 10
+            while not re.search("/s|too small", drawn.getvalue()) and time.monotonic() < end:
+                time.sleep(0.02)
+            source.send_text("\r")
+
+        typist = threading.Thread(target=type_slowly)
+        typist.start()
+        assert Prompt(source, output, LineHistory(None), toolbar=lambda: "below").read() == "/se"
+        typist.join()
+    assert "too small" not in drawn.getvalue()
+
+
+def test_a_tab_that_is_pasted_stays_one_and_is_shown_as_blanks() -> None:
+    drawn = io.StringIO()
+    output = Vt100_Output(drawn, lambda: Size(24, 80), term="xterm")
+    with create_pipe_input() as source, create_app_session(input=source, output=output):
+        source.send_text(f"{PASTE}if x {{\n\ty();{PASTE_END}\r")
+        assert Prompt(source, output, LineHistory(None), toolbar=lambda: "").read() == "if x {\n\ty();"
+    assert re.search(r" {4}(\x1b\[[0-9;]*m)*y\(\);", drawn.getvalue())
+    assert "^I" not in drawn.getvalue()
+
+
 def test_a_paste_is_no_command_while_it_is_pasted(type_in: Type) -> None:
     assert type_in(f"{PASTE}/exit\ntext{PASTE_END}\r") == "/exit\ntext"
 
@@ -80,7 +110,7 @@ def test_a_huge_paste_takes_less_than_two_seconds(size: int) -> None:
         begun, cpu = time.monotonic(), time.process_time()
         assert prompt.read() == "x" * size + "y"
         spent = min(time.monotonic() - begun, 2 * (time.process_time() - cpu))
-    assert spent < max(2, 100 * _two_million_turns())  # two seconds, and more where Python itself is slow or busy
+    assert spent < max(2, 150 * _two_million_turns())  # two seconds, and more where Python itself is slow or busy
 
 
 def _two_million_turns() -> float:

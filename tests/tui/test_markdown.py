@@ -14,8 +14,8 @@ from rich.text import Text
 from ling_local.text.clean import visible
 from ling_local.tui.blocks import Block
 from ling_local.tui.code import highlight
-from ling_local.tui.markdown import open_lines, plain_lines, render, render_document
-from markdown_texts import SOURCES, one_by_one, texts
+from ling_local.tui.markdown import Rendered, open_lines
+from markdown_texts import SOURCES, one_by_one, rendered, texts
 
 WIDTHS = (1, 7, 20, 40, 80, 200)
 DOCUMENT = """\
@@ -60,13 +60,13 @@ def printed(blocks: list[Block], width: int, colour: bool = True) -> str:
     file = StringIO()
     console = Console(file=file, force_terminal=True, width=width, color_system="standard" if colour else None)
     for block in blocks:
-        console.print(render(block), crop=False)
+        console.print(Rendered(block), crop=False)
     return file.getvalue()
 
 
 def plain(source: str, width: int = 80) -> str:
     """The finished text without styles."""
-    return "\n".join(plain_lines(render_document(source, width)))
+    return "\n".join(rendered(source, width))
 
 
 def whole(source: str, width: int, colour: bool = True) -> str:
@@ -160,7 +160,7 @@ def test_without_colours_no_escape_code_is_written() -> None:
 @pytest.mark.parametrize("width", WIDTHS[1:])
 def test_only_code_and_what_cannot_be_cut_is_wider_than_the_screen(width: int) -> None:
     source = DOCUMENT.replace("```python\nclass", "```\nclass")
-    too_wide = [line for line in plain_lines(render_document(source, width)) if cell_len(line) > width]
+    too_wide = [line for line in rendered(source, width) if cell_len(line) > width]
     assert all(
         "self." in line or "def f" in line or "return" in line or '"""' in line or width < 12 for line in too_wide
     )
@@ -168,7 +168,7 @@ def test_only_code_and_what_cannot_be_cut_is_wider_than_the_screen(width: int) -
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_line_ends_in_blanks(width: int) -> None:
-    assert all(line == line.rstrip() for line in plain_lines(render_document(DOCUMENT, width)))
+    assert all(line == line.rstrip() for line in rendered(DOCUMENT, width))
 
 
 def test_code_is_copied_as_it_was_written() -> None:
@@ -183,7 +183,7 @@ def test_code_is_copied_as_it_was_written() -> None:
 )
 def test_highlighting_never_changes_the_code(language: str) -> None:
     code = "\ufeffa = 'b\n\n\t#include <x>\n/* open\n<div>{{ x }}</div>\n$(echo 'hi')\n- [ ] 中文 \u3000\n"
-    assert list(plain_lines(highlight(code, language))) == code.removesuffix("\n").split("\n")
+    assert [line.plain for line in highlight(code, language)] == code.removesuffix("\n").split("\n")
 
 
 def test_code_has_colours() -> None:

@@ -245,7 +245,7 @@ def test_the_keeper_writes_pieces_and_marks_the_end() -> None:
     keeper.asked("q", "sys", "m", ())
     for number in range(2000):
         keeper.take(TokenEvent(f"{number} ", (number,), Channel.THINKING if number < 50 else Channel.ANSWER))
-    keeper.ended("eos", ())
+    keeper.ended("eos")
     file = keeper.file
     assert file is not None
     saved = read(file)
@@ -260,7 +260,7 @@ def test_ids_of_another_model_are_dropped_on_resume() -> None:
     keeper = Keeper(True)
     keeper.asked("q", None, "one model", ())
     keeper.take(TokenEvent("a", (4,)))
-    keeper.ended("eos", ())
+    keeper.ended("eos")
     file = keeper.file
     assert file is not None
     keeper.close()
@@ -312,7 +312,7 @@ def test_a_session_that_cannot_be_taken_leaves_the_one_at_hand() -> None:
     assert keeper.name == name
     with pytest.raises(UsageError, match="at hand"):
         keeper.resume(keeper.file, "m")  # type: ignore[arg-type]
-    keeper.ended("eos", ())
+    keeper.ended("eos")
     keeper.close()
 
 
@@ -325,18 +325,18 @@ def test_a_disk_that_refuses_is_told_once(home: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "write", full)
     keeper.take(TokenEvent("a", (1,)))
-    keeper.ended("eos", ())
+    keeper.ended("eos")
     assert "No space left" in keeper.problem
     keeper.problem = ""
     keeper.asked("q2", None, "m", ())
-    keeper.ended("eos", ())
+    keeper.ended("eos")
     assert keeper.problem == ""
 
 
 def test_wanted_false_writes_nothing(home: Path) -> None:
     keeper = Keeper(False)
     keeper.asked("q", None, "m", ())
-    keeper.ended("eos", ())
+    keeper.ended("eos")
     assert not home.exists()
 
 

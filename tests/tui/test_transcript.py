@@ -14,7 +14,8 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 
 from ling_local.errors import LingError, UsageError
 from ling_local.tui import transcript
-from ling_local.tui.clipboard import code_blocks, copy
+from ling_local.tui.blocks import code_blocks
+from ling_local.tui.clipboard import copy
 from ling_local.types import Message, ToolCall
 
 TALK = (
@@ -71,9 +72,10 @@ def test_a_file_that_is_no_talk_is_refused(tmp_path: Path, text: str) -> None:
 def test_text_files_are_read_as_the_model_gets_them(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
-    assert transcript.read_file(file) == "one\ntwo\n"
+    assert transcript.read_file(file).text == "one\ntwo\n"
     file.write_bytes(b"a\x00b")
-    for bad in (file, tmp_path, tmp_path / "nosuch", Path("a\0b")):
+    os.mkfifo(tmp_path / "pipe")
+    for bad in (file, tmp_path, tmp_path / "nosuch", tmp_path / "pipe"):
         with pytest.raises(LingError):
             transcript.read_file(bad)
     file.write_bytes(b"x" * ((8 << 20) + 1))
@@ -81,9 +83,18 @@ def test_text_files_are_read_as_the_model_gets_them(tmp_path: Path) -> None:
         transcript.read_file(file)
 
 
+def test_names_of_files() -> None:
+    assert transcript.named("~/a b.md") == Path.home() / "a b.md"
+    assert transcript.named("~nobody-of-that-name/a.md") == Path("~nobody-of-that-name/a.md")
+    with pytest.raises(UsageError, match="NUL"):
+        transcript.named("a\0b")
+
+
 def test_code_blocks_are_found() -> None:
-    text = "a\n```python\nx = 1\n\ny\n```\nb\n~~~\nz\n~~~\n````md\n```\ninner\n```\n````\n```\nopen"
+    text = "a\n```python\nx = 1\n\ny\n```\nb\n~~~\nz\n~~~\n````md\n```\ninner\n```\n````\n"
+    listed = "1. In a list:\n\n   ```\n   if x:\n       y\n   ```\n\n```\nopen"
     assert code_blocks(text) == ["x = 1\n\ny\n", "z\n", "```\ninner\n```\n"]
+    assert code_blocks(listed) == ["if x:\n    y\n", "open"]
     assert code_blocks("no code") == []
 
 

@@ -12,18 +12,18 @@ from rich.console import Console
 from ling_local.engine.protocol import EngineInfo, Progress
 from ling_local.errors import EngineError
 from ling_local.tui import view
-from ling_local.tui.events import Cut, Failed, Loaded, Loading, Notice, Prefilling, Sent, ThinkShown
+from ling_local.tui.events import Cut, Failed, Line, Sent, ThinkShown
 from ling_local.tui.figures import Part, count, duration, fit, line_width, millis, now, rate
-from ling_local.tui.model import ChatState, StepMark, apply, new_state
+from ling_local.tui.model import ChatState, StepMark, apply
 from ling_local.types import Channel, Finish, FinishReason, Stats, StatsEvent, TokenEvent
 
 WIDTHS = (20, 40, 80, 200)
-THINKING, ANSWER, TOOL = Channel.THINKING, Channel.ANSWER, Channel.TOOL
+THINKING, ANSWER = Channel.THINKING, Channel.ANSWER
 INFO = EngineInfo("ling-demo", "float32", "cpu", 131072, 4096, drafter="mtp", block=3)
 
 
 def play(*events: object, state: ChatState | None = None) -> ChatState:
-    state = state or apply(new_state("0.1", "ling-demo"), Loaded(INFO))
+    state = state or ChatState()
     for event in events:
         state = apply(state, event)
     return state
@@ -66,8 +66,6 @@ LONG = ["Some **words** of prose, `code` and 中文 ", "and more.\n\n- item\n- "
 LONG += [f"x{number} = {number}  # {'long ' * 20}\n" for number in range(30)]
 STATES = {
     "waiting": play(Sent("q")),
-    "loading": play(Loading(Progress("loading weights", 5, 10)), Sent("q")),
-    "prefill": play(Sent("q"), Prefilling(312)),
     "first": play(Sent("q"), *steps(["Hi"])),
     "thinking": play(Sent("q"), *steps(["so the list 中文 " * 9] * 9, THINKING)),
     "thinking shown": play(ThinkShown(True), Sent("q"), *steps(["so the list " * 30] * 9, THINKING)),
@@ -75,12 +73,11 @@ STATES = {
     "code": play(Sent("q"), *steps(LONG)),
     "table": play(Sent("q"), *steps(["| a | b |\n|---|---|\n", *["| one | two |\n"] * 60])),
     "one line": play(Sent("q"), *steps(["word 字" * 50] * 200)),
-    "tool": play(Sent("q"), *steps(["<tool_call>read\n<arg_key>path", "</arg_key>\n" * 40], TOOL)),
     "stopping": play(Sent("q"), *steps(LONG[:3]), Cut()),
 }
 
 
-@pytest.mark.parametrize("width", [1, 5, *WIDTHS])
+@pytest.mark.parametrize("width", [1, 2, 5, *WIDTHS])
 @pytest.mark.parametrize("height", [1, 2, 3, 5, 12, 24])
 @pytest.mark.parametrize("name", STATES)
 def test_live_lines_are_fewer_than_the_screen_has_and_fit(name: str, width: int, height: int) -> None:
@@ -92,7 +89,7 @@ def test_live_lines_are_fewer_than_the_screen_has_and_fit(name: str, width: int,
 
 
 def test_nothing_is_live_between_turns() -> None:
-    assert view.live(play(), 80, 24) is None
+    assert view.live_lines(play(), 80, 24) == []
 
 
 def test_live_figures_at_80_columns() -> None:
@@ -148,12 +145,9 @@ def test_the_strip_shows_accepted_against_drafted() -> None:
 @pytest.mark.parametrize(
     ("name", "first"),
     [
-        ("waiting", "waiting for the model · 1.2 s"),
-        ("loading", "loading weights 50 % · 1.2 s"),
-        ("prefill", "reading the prompt, 312 tokens · 1.2 s"),
+        ("waiting", "reading the prompt · 1.2 s"),
         ("stopping", "Some words of prose, code and 中文 and more."),
         ("thinking", "▸ thinking 64 ms, 18 tokens  (/think show)"),
-        ("tool", "▸ calling a tool"),
     ],
 )
 def test_what_is_waited_for_is_said(name: str, first: str) -> None:
@@ -162,6 +156,8 @@ def test_what_is_waited_for_is_said(name: str, first: str) -> None:
         assert drawn[-2].startswith("stopping · TPOT")
     else:
         assert drawn[0] == first
+        if name == "waiting":
+            assert lines(STATES[name], waited_s=1.23, load="loading 50 %") == ["loading 50 % · 1.2 s"]
 
 
 def test_a_folded_thought_shows_its_newest_words_only() -> None:
@@ -187,7 +183,7 @@ def test_drawing_a_long_open_block_costs_no_more_than_a_short_one() -> None:
     def seconds(state: ChatState) -> float:
         began = time.process_time()
         for _ in range(10):
-            view.live(state, 80, 24)
+            view.live_lines(state, 80, 24)
         return time.process_time() - began
 
     short = play(Sent("q"), *steps(["word 字" * 50] * 20))
@@ -245,39 +241,42 @@ def test_the_quiet_line_says_why_an_answer_is_short() -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_texts_are_literal_everywhere(width: int) -> None:
     nasty = "[/INST] [red]x[/red] :smile: \x1b[2J\x07 <b> \u202e"
-    state = new_state("0.1", nasty, nasty)
     state = play(
         Sent(nasty, echo=True),
         *steps([nasty], THINKING),
-        *steps([f"<tool_call>{nasty}</tool_call>"], TOOL, first=2),
+        *steps([nasty], first=2),
         Failed(EngineError(nasty, nasty)),
-        Notice(nasty),
+        Line(nasty),
         ThinkShown(True),
         Sent("q"),
         *steps([nasty], THINKING),
-        state=state,
     )
-    printed = shown([*view.header(state), *map(view.show, state.log)], width) + "\n".join(lines(state, width))
+    printed = shown([*view.header("0.1", nasty, nasty), *map(view.show, state.log)], width) + "\n".join(
+        lines(state, width)
+    )
     assert "\x1b" not in printed
     assert "\x07" not in printed
     joined = "".join(printed.split())
     assert joined.count("[/INST][red]x[/red]:smile:␛[2J␇<b><U+202E>") >= 7
 
 
-def test_header_names_model_device_and_context() -> None:
-    top = shown(view.header(play()))
-    assert top.startswith("ling 0.1 · ling-demo (float32) · cpu · 128k context · 3 drafts a step (mtp)\n")
+def test_header() -> None:
+    top = shown(view.header("0.1", "m", "a demo"))
+    assert top.startswith("ling 0.1 · m\na demo\n")
     assert "Ctrl-D leaves" in top
-    assert shown(view.header(new_state("0.1", "m", "a demo"))).startswith("ling 0.1 · m\na demo\n")
 
 
 def test_status_between_turns() -> None:
-    assert view.status(play(), 80) == ""
-    assert view.status(play(Loading(Progress("loading weights", 3, 4))), 80) == "loading weights 75 %"
-    big = Loading(Progress("loading weights", 10**9, 4 * 10**9))
-    assert view.status(play(big), 80) == "loading weights 25 % of 4.0 GB"
-    assert view.status(play(big), 12) == "loading wei…"
-    assert view.status(play(Sent("q"), *steps(["a"]), Finish(FinishReason.EOS, SUMMARY, (1,))), 80) == "ctx 1.9k/128k"
+    assert view.status(INFO, play()) == "ling-demo · float32 · cpu · context 128k"
+    whole = play(Sent("q"), *steps(["a"]), Finish(FinishReason.EOS, SUMMARY, (1,)))
+    assert view.status(INFO, whole) == "ling-demo · float32 · cpu · ctx 1.9k/128k"
+    assert view.status(INFO, play(Sent("q"), Failed(EngineError("x")), state=whole)).endswith("ctx 1.9k/128k")
+
+
+def test_how_far_a_load_is() -> None:
+    assert view.loading(None) == "loading"
+    assert view.loading(Progress("loading weights", 3, 4)) == "loading weights 75 %"
+    assert view.loading(Progress("loading weights", 10**9, 4 * 10**9)) == "loading weights 25 % of 4.0 GB"
 
 
 def test_colours_only_where_they_are_wanted() -> None:
@@ -287,17 +286,8 @@ def test_colours_only_where_they_are_wanted() -> None:
 
 
 def test_errors_and_notices() -> None:
-    state = play(Failed(EngineError("out of memory", "try: --ctx 8192")), Notice("saved"))
+    state = play(Failed(EngineError("out of memory", "try: --ctx 8192")), Line("saved"))
     assert shown([view.show(item) for item in state.log]) == "ling: out of memory\ntry: --ctx 8192\nsaved\n"
-
-
-def test_long_arguments_of_a_call_are_cut_and_counted() -> None:
-    call = "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>" + "x" * 60_000 + "</arg_value>\n</tool_call>"
-    state = play(Sent("q"), *steps([call], TOOL), Finish(FinishReason.STOP, Stats(), (1,)))
-    printed = shown([view.show(state.log[0])], 200)
-    assert printed.startswith('→ write(text="xxx')
-    assert "and 58507 characters more" in " ".join(printed.split())
-    assert len(printed) < 2000
 
 
 @pytest.mark.parametrize(
