@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 
 from ling_local.engine.protocol import EngineSpec, Progress
@@ -161,10 +162,14 @@ class Crew:
     def size(self) -> int:
         return len(self.processes)
 
-    def watch(self, receive: Callable[[object], None], fail: Callable[[Exception], None]) -> None:
-        """Hand progress of the whole to receive, and the first thing that goes wrong to fail, from threads."""
+    def watch(
+        self, receive: Callable[[object], None], loaded: Callable[[], None], fail: Callable[[Exception], None]
+    ) -> None:
+        """Hand progress of the whole to receive, and the first thing that goes wrong to fail, from threads; call loaded
+        where one of these ranks is the last to be."""
         for rank in range(1, self.size):
-            self._threads.append(start_thread(lambda rank=rank: self._read(rank, receive, fail), f"rank-{rank}"))
+            body = partial(self._read, rank, receive, loaded, fail)
+            self._threads.append(start_thread(body, f"rank-{rank}"))
         self._threads.append(start_thread(lambda: self._listen(fail), "ranks-pulse"))
 
     def whole(self, rank: int, progress: Progress) -> Progress:
@@ -177,12 +182,19 @@ class Crew:
             total = self.size * max(p.total for p in stage.values())
             return replace(progress, done=sum(p.done for p in stage.values()), total=total)
 
-    def is_loaded(self, rank: int) -> None:
-        """Rank `rank` says so; when all do, they are expected to show signs of life often."""
+    def one_more_is_loaded(self) -> bool:
+        """A rank says so. True: it was the last; all are expected to show signs of life often from now on."""
         with self._lock:
             self._ready += 1
+            return self._ready == self.size
 
-    def _read(self, rank: int, receive: Callable[[object], None], fail: Callable[[Exception], None]) -> None:
+    def _read(
+        self,
+        rank: int,
+        receive: Callable[[object], None],
+        loaded: Callable[[], None],
+        fail: Callable[[Exception], None],
+    ) -> None:
         """Body of a reader thread; what a rank sends is told apart by its attributes, as in remote.py."""
         process = self.processes[rank]
         try:
@@ -195,8 +207,8 @@ class Crew:
                     if not isinstance(error, ExchangeTimeout):  # that one names the rank that failed
                         error.message = f"{process.name}: {error.message}"
                     fail(error)
-                else:
-                    self.is_loaded(rank)
+                elif self.one_more_is_loaded():
+                    loaded()
         except (EOFError, OSError):
             if not self._over.is_set():
                 fail(process.end_error())

@@ -95,7 +95,7 @@ class RemoteEngine:
         self._connection = self._worker.connection
         self._reader = start_thread(lambda: self._read(_starting(spec, devices)), "engine-messages")
         if self._crew:
-            self._crew.watch(self._show, self._fail_all)
+            self._crew.watch(self._show, self._ready.set, self._fail_all)
 
     @property
     def pid(self) -> int:
@@ -203,10 +203,9 @@ class RemoteEngine:
             case Progress():
                 self._show(self._crew.whole(0, message) if self._crew else message)
             case Ready(info):
-                if self._crew:
-                    self._crew.is_loaded(0)
                 self._info = info
-                self._ready.set()
+                if self._crew is None or self._crew.one_more_is_loaded():
+                    self._ready.set()
             case Failed(0, error):
                 self._fail_all(error)
             case Failed(_, error) if self._crew and _ends_ranks(error):

@@ -266,7 +266,7 @@ def test_a_format_that_ling_does_not_read_is_refused_with_the_reason(hub: Hub, p
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "LlamaForCausalLM"),
-        ({"architectures": 5}, '"architectures": 5'),
+        ({"architectures": 5}, "architectures is 5"),
     ],
 )
 def test_a_repository_that_ling_could_not_load_is_refused_before_its_weights(

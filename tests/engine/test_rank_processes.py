@@ -121,6 +121,7 @@ def test_bytes_of_all_ranks_are_one_load_and_other_work_is_told_as_it_is() -> No
     assert crew.whole(1, Progress("loading weights", 9, 10)) == Progress("loading weights", 12, 20)
     compiling = Progress("compiling GPU kernels (mla)", 4, 9, "units")
     assert crew.whole(0, compiling) == compiling
+    assert [crew.one_more_is_loaded(), crew.one_more_is_loaded()] == [False, True]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
