@@ -263,7 +263,8 @@ inline void let_next_start_early() {
 
 inline void settle_here(int&) {}
 inline void settle_here(float&) {}
-inline void settle_here(const bf16*&) {}
+template <class T>
+inline void settle_here(T*&) {}
 
 inline float warp_sum(float x) {
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(ALL, x, step);

@@ -159,7 +159,10 @@ __device__ __forceinline__ void let_next_start_early() {
 // first used.
 __device__ __forceinline__ void settle_here(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void settle_here(float& x) { asm volatile("" : "+f"(x)); }
-__device__ __forceinline__ void settle_here(const bf16*& x) { asm volatile("" : "+l"(x)); }
+template <class T>
+__device__ __forceinline__ void settle_here(T*& x) {
+  asm volatile("" : "+l"(x));
+}
 
 // ---- warp ------------------------------------------------------------------------------------------------------
 

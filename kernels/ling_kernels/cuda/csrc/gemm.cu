@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) linear_normed(
     const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int k, float eps,
     const bf16* w, bf16* out, int n) {
   DYNAMIC_SHARED(shared);
-  __shared__ float warps[WARP];
+  __shared__ __align__(16) float warps[WARP];
   bf16* row = reinterpret_cast<bf16*>(sums_of<1>(reinterpret_cast<float*>(shared), 2));
   const RowToNorm made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};
   StoreRows<1> store = {out, n, 1};
