@@ -6,13 +6,12 @@ template <int NT>
 struct StoreRows {
   bf16* out;
   int n, live;
+  Own<NT, 16> own;
 
   __device__ __forceinline__ void expect(int) {}
   __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
-    for (u32 o = threadIdx.x; o < live * 16; o += blockDim.x) {
-      const int token = o / 16, row = tile * 16 + o % 16;
-      if (row < n) out[i64(token) * n + row] = to_bf16(sums.at(token, o % 16));
-    }
+    const int row = tile * 16 + own.value;
+    own.each(row < n ? live : 0, [&](int token, int at) { out[token * n + row] = to_bf16(sums.at(at)); });
   }
   __device__ __forceinline__ void finish() {}
 };
@@ -22,14 +21,14 @@ struct StoreSwiglu {
   bf16* out;
   int inner, live;
   float limit;
+  Own<NT, 8> own;
 
   __device__ __forceinline__ void expect(int) {}
   __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
-    for (u32 o = threadIdx.x; o < live * 8; o += blockDim.x) {
-      const int token = o / 8, row = tile * 8 + o % 8;
-      const float value = swiglu(sums.at(token, o % 8), sums.at(token, o % 8 + 8), limit);
-      if (row < inner) out[token * inner + row] = to_bf16(value);
-    }
+    const int row = tile * 8 + own.value;
+    own.each(row < inner ? live : 0, [&](int token, int at) {
+      out[token * inner + row] = to_bf16(swiglu(sums.at(at), sums.at(own.up(token)), limit));
+    });
   }
   __device__ __forceinline__ void finish() {}
 };
@@ -53,7 +52,7 @@ struct StoreLogits {
     for (u32 o = threadIdx.x; o < live * 16; o += blockDim.x) {
       const int token = o / 16, row = tile * 16 + o % 16;
       if (row >= n) continue;
-      const float logit = sums.at(token, o % 16);
+      const float logit = sums.at(Sums<NT>::place(token, o % 16));
       out[i64(token) * n + row] = logit;
       if (!(fabsf(logit) < infinity())) best[o] = not_a_number();  // comparisons with it are false: it stays
       if (logit > best[o]) best[o] = logit, best_id[o] = row;
@@ -82,6 +81,7 @@ struct GateUp {
   const bf16* weight;
   int inner, width, per;
   static constexpr int step = 1;
+  static constexpr bool ONE = false;
 
   __device__ __forceinline__ int first() const { return blockIdx.x * per; }
   __device__ __forceinline__ int end() const { return min((inner + 7) / 8, first() + per); }

@@ -24,6 +24,7 @@ struct ExpertGateUp {
   };
   Experts experts;
   int width, step;
+  static constexpr bool ONE = false;
 
   __device__ __forceinline__ int shared_tiles() const { return (experts.shared_inner + 7) / 8; }
   __device__ __forceinline__ int tiles() const { return (experts.inner + 7) / 8; }
@@ -73,7 +74,7 @@ struct StoreExpert {
       float value = 0.0f;
       if (rows >> token & 1) {
         const float by = __uint_as_float(o == threadIdx.x ? weight : weight_of(at, o));
-        value = by * swiglu(sums.at(token, row), sums.at(token, row + 8), most);
+        value = by * swiglu(sums.at(Sums<NT>::place(token, row)), sums.at(Sums<NT>::place(token, row + 8)), most);
       }
       to[token * pitch + row] = to_bf16(value);
     }
@@ -164,7 +165,7 @@ __device__ __forceinline__ void down_part(
   float* to = out + i64(blockIdx.y) * rows * width;
   for (u32 o = threadIdx.x; o < live * 16; o += blockDim.x) {
     const int token = o / 16, at = blockIdx.x * 16 + o % 16;
-    if (at < width) to[i64(token) * width + at] = all.at(token, o % 16);
+    if (at < width) to[i64(token) * width + at] = all.at(Sums<NT>::place(token, o % 16));
   }
 }
 
