@@ -67,7 +67,7 @@ def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path, compiled:
     early, rows = (sum("LDG" in line for line in part) for part in (code[:wait], code[wait:first]))
     assert sum(bool(WIDE.search(line)) for line in code[:wait]) == 7
     assert early == 7 + 3 + 3 + 1 + 1 + 1  # the history's, one value's taps, rate and norm
-    assert rows == 16 + 2 + 4 + 2  # q or k, decay, v, gate and beta
+    assert rows == 16 + 2 + 4 + 2 + 1  # q or k, decay, v, gate and beta, four channels for the history
 
 
 @pytest.fixture(scope="module", params=["sm_90", "sm_100", "sm_120"])
