@@ -227,6 +227,7 @@ inline void load_weights_into(uint4& to, const void* from, bool live) {
   if (live) to = load_weights(from, true);
 }
 inline uint4 load_activations(const void* from) { return load_weights(from, true); }
+inline void load_activations_into(uint4& to, const void* from, bool live) { load_weights_into(to, from, live); }
 inline uint4 load16(const void* from, bool live = true) { return load_weights(from, live); }
 inline float load_settled(const float* from) { return *from; }
 inline i64 load_settled(const i64* from) { return *from; }

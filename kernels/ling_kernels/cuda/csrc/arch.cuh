@@ -80,6 +80,16 @@ __device__ __forceinline__ uint4 load_activations(const void* from) {
   return v;
 }
 
+// The same into a register that keeps what it holds where `live` is false.
+__device__ __forceinline__ void load_activations_into(uint4& to, const void* from, bool live) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "  setp.ne.b32 p, %5, 0;\n"
+      "  @p ld.global.v4.b32 {%0,%1,%2,%3}, [%4]; }\n"
+      : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
+      : "l"(from), "r"(int(live)));
+}
+
 // The same for four bf16, 8-byte aligned, and for one.
 __device__ __forceinline__ uint2 load_activations4(const bf16* from) {
   uint2 v;

@@ -27,7 +27,8 @@ struct StoreSwiglu {
   __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
     const int row = tile * 8 + own.value;
     own.each(row < inner ? live : 0, [&](int token, int at) {
-      out[token * inner + row] = to_bf16(swiglu(sums.at(at), sums.at(own.up(token)), limit));
+      const float2 sum = sums.at(at, own.up(token));
+      out[token * inner + row] = to_bf16(swiglu(sum.x, sum.y, limit));
     });
   }
   __device__ __forceinline__ void finish() {}

@@ -123,6 +123,11 @@ struct Sums {
     const int warps = blockDim.x / WARP;
     return warps <= 4 ? add<4>(all + place, warps) : add<16>(all + place, warps);
   }
+  __device__ __forceinline__ float2 at(u32 place, u32 other) const {  // at the same time
+    const int warps = blockDim.x / WARP;
+    if (warps <= 4) return make_float2(add<4>(all + place, warps), add<4>(all + other, warps));
+    return make_float2(add<16>(all + place, warps), add<16>(all + other, warps));
+  }
 };
 
 // What a thread stores of a tile that has R values for each token: always the same value, of every so many tokens. Worked
@@ -203,14 +208,14 @@ __device__ __forceinline__ void stream_tiles(
     for (int s = 0; s < DEPTH; ++s) activations(s);
     factor.ask(warp);
   };
-  auto start = [&] {
+  auto start = [&](bool live) {
     rows = source.rows(now, group).moved(first + column);
 #pragma unroll
-    for (int s = 0; s < DEPTH; ++s) weights(s, busy);
+    for (int s = 0; s < DEPTH; ++s) weights(s, busy && live);
   };
 
   const bool early = source.early(tile);
-  if (early) start();
+  if (early) start(true);
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     const int row = n * 8 + group;
@@ -223,16 +228,10 @@ __device__ __forceinline__ void stream_tiles(
   wait_for_producer();
   let_next_start();
   tokens.make();
-  if (early) {
-    first_activations();
-  } else {
-    source.ask(now);
-  }
+  if (!early) source.ask(now);
+  first_activations();
   const int end = source.end();
-  if (!early && tile < end) {
-    start();
-    first_activations();
-  }
+  if (!early) start(tile < end);
 
   // The products of the span that is there, and for the one where rows and token point, `next`, in its place.
   auto turn = [&](int next, bool live, bool goes_on) {
