@@ -58,6 +58,7 @@ __device__ __forceinline__ void select_row(
   const Logits own = {logits + row * router.experts, second};
   const int expert = choose_expert(router, share, own, shared.places[row]);
   const float logit = own.of(expert);
+  begin_plan(plan, live);  // while the logit is on its way
   const Pick pick(expert, router.chosen);
   const float weight = router_weight(router, logit);
   if (lane < router.chosen) experts[row * router.chosen + lane] = expert, weights[row * router.chosen + lane] = weight;
@@ -92,5 +93,6 @@ extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP) route_plan(
   if (live > 1) shared.clear();
   wait_for_producer();
   let_next_start();
+  begin_plan(plan, live);
   write_plan(shared, plan, live, MAX_EXPERTS / WARP, Pick(int(experts[at]), chosen), weights[at]);
 }
