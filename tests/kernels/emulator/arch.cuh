@@ -293,6 +293,7 @@ inline u32 ordered(float x) {
 
 // Copies in the background: emulator::copy does them at once or, in other orders, when they are waited for.
 inline void copy16(void* to, const void* from) { emulator::copy(to, from, 16); }
+inline void copy8(void* to, const void* from) { *static_cast<uint2*>(to) = load_settled(static_cast<const uint2*>(from)); }
 inline void copies_commit() { emulator::commit(); }
 template <int pending>
 inline void copies_wait() { emulator::copies_wait(pending); }

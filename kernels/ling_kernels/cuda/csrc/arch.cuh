@@ -247,6 +247,10 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta
 __device__ __forceinline__ void copy16(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
+// The same for 8 bytes.
+__device__ __forceinline__ void copy8(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most `pending` of this thread's youngest groups are in flight; a block barrier makes them visible to all.
 template <int pending>

@@ -391,22 +391,39 @@ struct MergeShared {
   uint2 stats[ATTEND_SPLITS];  // maximum and sum of weights of each split
 };
 
-// Merge COLUMNS values of one query, from `begin` on, into as many of `out`, by MERGE_THREADS<COLUMNS> threads. limit: the
-// keys that it sees; all: queries that a split has room for.
+// Where a thread of a merge reads: worked out before the wait, a division among it. limit: keys that the query sees; all:
+// queries that a split has room for; begin: first column.
 template <int COLUMNS>
-__device__ __forceinline__ void attend_merge(const bf16* partial, const float* stats, int query, int all, int limit,
-                                             int begin, bf16* out, MergeShared<COLUMNS>& s) {
-  const int tid = threadIdx.x, lane = tid % WARP, run = tid / (COLUMNS / 8), column = tid % (COLUMNS / 8) * 8;
-  const int size = attend_split(limit), num = (limit + size - 1) / size;
-  if (tid < ATTEND_SPLITS) {
-    s.stats[tid] = load_activations4(reinterpret_cast<const bf16*>(stats + 2 * (i64(min(tid, num - 1)) * all + query)));
+struct MergePlaces {
+  int num;  // splits
+  const bf16 *stats, *part[MERGE_RUN];
+
+  __device__ __forceinline__ MergePlaces(const bf16* partial, const float* all_stats, int query, int all, int limit,
+                                         int begin) {
+    const int tid = threadIdx.x, size = attend_split(limit), first = tid / (COLUMNS / 8) * MERGE_RUN;
+    num = (limit + size - 1) / size;
+    stats = reinterpret_cast<const bf16*>(all_stats + 2 * (min(tid, num - 1) * all + query));
+    settle_here(num), settle_here(stats);
+#pragma unroll
+    for (int i = 0; i < MERGE_RUN; i++) {
+      const int split = min(first + i, num - 1);
+      part[i] = partial + (split * all + query) * MLA_LATENT + begin + tid % (COLUMNS / 8) * 8;
+      settle_here(part[i]);
+    }
   }
+};
+
+// Merge COLUMNS values of one query into as many of `out`, by MERGE_THREADS<COLUMNS> threads.
+template <int COLUMNS>
+__device__ __forceinline__ void attend_merge(const MergePlaces<COLUMNS>& from, bf16* out, MergeShared<COLUMNS>& s) {
+  const int tid = threadIdx.x, lane = tid % WARP, run = tid / (COLUMNS / 8), column = tid % (COLUMNS / 8) * 8;
+  const int num = from.num;
+  if (tid < ATTEND_SPLITS) copy8(&s.stats[tid], from.stats);  // a store would come before the last of the loads
+  copies_commit();
   uint4 part[MERGE_RUN];
 #pragma unroll
-  for (int i = 0; i < MERGE_RUN; i++) {
-    const int n = run * MERGE_RUN + i;
-    part[i] = load_activations(partial + (i64(min(n, num - 1)) * all + query) * MLA_LATENT + begin + column);
-  }
+  for (int i = 0; i < MERGE_RUN; i++) part[i] = load_activations(from.part[i]);
+  if (tid < ATTEND_SPLITS) copies_wait<0>();  // in a branch: otherwise it is waited for before the last of the loads
   __syncthreads();  // also for the assembler: without it most means are asked for only when the maxima are there
   float2 found[MERGE_LANES];
 #pragma unroll

@@ -59,9 +59,10 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS<MERGE_COLUMNS>, 1)
   __shared__ MergeShared<MERGE_COLUMNS> shared;
   const int query = blockIdx.y * heads + blockIdx.x, limit = int(load_settled(positions)) + int(blockIdx.y) + 1;
   const int begin = blockIdx.z * MERGE_COLUMNS;
+  const MergePlaces<MERGE_COLUMNS> from(partial, stats, query, ROW_TILE * heads, limit, begin);
   let_next_start_early();
   wait_for_producer();
-  attend_merge(partial, stats, query, ROW_TILE * heads, limit, begin, latent + i64(query) * MLA_LATENT + begin, shared);
+  attend_merge(from, latent + i64(query) * MLA_LATENT + begin, shared);
 }
 
 // grid: (128 / MLA_OUT, H). gate: rows of `proj_stride`, a value a head; latent [16, H, 512]; out [16, H * 128].
@@ -87,10 +88,11 @@ extern "C" __global__ void __launch_bounds__(ONE_THREADS, 1)
   const int head = blockIdx.y, first = blockIdx.x * ONE_OUT, limit = int(load_settled(positions)) + 1;
   MlaValueRows weights;
   weights.load(w_uv + head * head_stride, first + int(threadIdx.x) / MLA_THREADS * MLA_OUT);
+  const MergePlaces<MLA_LATENT> from(partial, stats, head, ROW_TILE * heads, limit, 0);
   let_next_start_early();
   wait_for_producer();
   const float factor = to_float(load_activation(gate + head));
-  attend_merge(partial, stats, head, ROW_TILE * heads, limit, 0, shared.latent, shared.merge);
+  attend_merge(from, shared.latent, shared.merge);
   __syncthreads();
   mla_value(weights, shared.latent, 0, factor, out + head * MLA_VALUE + first, 0, 1, shared.values);
 }
