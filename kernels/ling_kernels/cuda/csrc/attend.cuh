@@ -332,26 +332,32 @@ __device__ __forceinline__ void attend(const Attend& job, int split, float scale
   const int opening = split * low, closing = min(limit, opening + low);
   bool early = opening < closing && min(closing, opening + KEYS) <= job.before;
   if (early) attend_fetch_keys(job, opening, closing, s);
+  auto begin_pass = [&](int size, int end) {  // which keys each query sees in it: a division, before the wait for the first
+    if (tid >= TILES * 16) return;
+    const int own = job.limit(job.first + tid);
+    s.live[tid] = attend_split(own) == size ? min(own, end) : 0;
+  };
+  begin_pass(low, min(limit, (split + 1) * low));
+  if (tid < TILES * 16) s.top[tid] = -infinity(), s.sum[tid] = 0.0f;
   let_next_start_early();
   wait_for_producer();
+  auto fetch_queries = [&] {
+#pragma unroll
+    for (int part = 0; part < BUFFERS; part++) attend_fetch_queries(job, part, s);
+  };
+  if (early) fetch_queries();  // before all else
 
-  if (tid < TILES * 16) s.top[tid] = -infinity(), s.sum[tid] = 0.0f;
   float acc[TILES][8][4] = {};
   bool again = false;
 #pragma unroll 1
   for (int size = low; size <= high; size += max(high - low, 1)) {
     const int end = min(limit, (split + 1) * size);
-    if (tid < TILES * 16) {
-      const int own = job.limit(job.first + tid);
-      s.live[tid] = attend_split(own) == size ? min(own, end) : 0;
-    }
+    if (size > low) begin_pass(size, end);
 #pragma unroll 1
     for (int first = split * size; first < end; first += KEYS) {
       if (again) __syncthreads();  // the chunk before is done with
-      if (!early) attend_fetch_keys(job, first, end, s);
+      if (!early) attend_fetch_keys(job, first, end, s), fetch_queries();
       early = false;
-#pragma unroll
-      for (int part = 0; part < BUFFERS; part++) attend_fetch_queries(job, part, s);
       AttendScores<KEYS, TILES> c = {};
       copies_wait<BUFFERS - 1>();
       __syncthreads();
