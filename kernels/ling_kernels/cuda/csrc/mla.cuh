@@ -298,21 +298,29 @@ struct MlaValueShared {
 
 // Values of one head for all rows, TILES times MLA_OUT of them by TILES * MLA_WARPS warps: w_uv times the rows' latent
 // sums, times the head's gate. A thread of row `tid / (TILES * MLA_OUT)` writes value tid % (TILES * MLA_OUT) of it.
-// latent: rows `apart`; out: of the first row and value, rows `width` apart; gate: this thread's row's.
-template <int TILES>
-__device__ __forceinline__ void mla_value(const MlaValueRows& weights, const bf16* latent, i64 apart, float gate, bf16* out,
-                                          int width, int rows, MlaValueShared<TILES>& s) {
+// latent(row, column): 16 bytes; out: of the first row and value, rows `width` apart; gate: this thread's row's. All rows
+// are asked for before the first product: their loads and the gate's each had a trip to memory of their own.
+template <int TILES, class Latent>
+__device__ __forceinline__ void mla_value(const MlaValueRows& weights, const Latent& latent, bf16 gate, bf16* out, int width,
+                                          int rows, MlaValueShared<TILES>& s) {
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4;
+  uint4 x[2][MLA_CHUNKS];
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    if (8 * n >= rows) break;
+    const int token = 8 * n + g;
+#pragma unroll
+    for (int i = 0; i < MLA_CHUNKS; i++) x[n][i] = latent(token < rows ? token : 0, MlaValueRows::column(i));
+  }
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     if (8 * n >= rows) break;
     float acc[4] = {};
-    const int token = 8 * n + g;
 #pragma unroll
     for (int i = 0; i < MLA_CHUNKS; i++) {
-      const uint4 x = load16(latent + token * apart + MlaValueRows::column(i), token < rows);
-      mma_bf16(acc, weights.low[i].x, weights.high[i].x, weights.low[i].y, weights.high[i].y, x.x, x.y);
-      mma_bf16(acc, weights.low[i].z, weights.high[i].z, weights.low[i].w, weights.high[i].w, x.z, x.w);
+      const uint4 v = x[n][i];
+      mma_bf16(acc, weights.low[i].x, weights.high[i].x, weights.low[i].y, weights.high[i].y, v.x, v.y);
+      mma_bf16(acc, weights.low[i].z, weights.high[i].z, weights.low[i].w, weights.high[i].w, v.z, v.w);
     }
     *reinterpret_cast<float4*>(s.parts[warp][n][lane]) = make_float4(acc[0], acc[1], acc[2], acc[3]);
   }
@@ -323,7 +331,7 @@ __device__ __forceinline__ void mla_value(const MlaValueRows& weights, const bf1
   float sum = 0.0f;
 #pragma unroll
   for (int w = 0; w < MLA_WARPS; w++) sum += s.parts[tile * MLA_WARPS + w][row / 8][owner][word];
-  out[i64(row) * width + value] = to_bf16(sum * sigmoid(gate));
+  out[i64(row) * width + value] = to_bf16(sum * sigmoid(to_float(gate)));
 }
 
 // One row: the merge and the values behind it in one kernel, a whole latent sum in each block.
