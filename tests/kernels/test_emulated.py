@@ -69,9 +69,9 @@ def test_head_ties_and_errors(place: Place) -> None:
 
 
 def test_a_projection_applies_the_norm_that_kda_left(place: Place) -> None:
-    heads, slices, rows = 3, 4, 5
+    heads, slices, rows = 3, 8, 5
     o, weight = place.rand(ROW_TILE, heads * 128, seed=1), place.weight(24, heads * 128, seed=2)
-    sums = o.float().view(ROW_TILE, heads, slices, 32).square().sum(-1)
+    sums = o.float().view(ROW_TILE, heads, slices, 16).square().sum(-1)
     place.ops.gated = Gated(o, sums, 1e-6)
     got = checks.whole(place.ops.linear_partial(o, weight, rows))
     by_head = o.float().view(ROW_TILE, heads, 128)

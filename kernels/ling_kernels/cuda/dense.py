@@ -33,7 +33,7 @@ PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS = 4, 4 + MAX_SLOTS, 4 + 2 * MAX_SLOTS + 2
 PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
 DOWN_AHEAD = (9, 8), (10, 6, 5)  # slots that the forms of experts_down ask for at once, for up to 8 and 16 tokens
-MAX_HEADS = 64  # whose norms one projection can apply
+HEAD_SLICES = 8  # sums of squares of a head that lacks its norm, as in part.cu
 ASKED_PIECE, ASKERS = 16384, 8  # bytes that a thread of route_select asks for, such threads of a block: as in route.cu
 
 
@@ -159,9 +159,10 @@ class DenseOps:
         out = torch.empty(parts, h.shape[0], n, dtype=torch.float32, device=h.device)
         name, args = "linear_part", []
         if norm is not None:
-            if width % 128 or width // 128 > MAX_HEADS:
-                raise KernelError(f"KDA output of {width} values: the kernels need heads of 128, at most {MAX_HEADS}")
-            name, args = "linear_part_normed", [norm.sums, norm.sums.shape[2], float(norm.eps)]
+            if width % 128 or norm.sums.shape[2] != HEAD_SLICES:
+                text = f"KDA output of {width} values: the kernels need heads of 128, in {HEAD_SLICES} slices"
+                raise KernelError(text)
+            name, args = "linear_part_normed", [norm.sums, float(norm.eps)]
         warps = min(PART_WARPS, part // (DEPTH * CHUNK))
         args = [h, weight, out, *args, h.shape[0], rows, n, width, part]
         self.device.launch(_named(name, rows), (tiles, parts), warps * 32, args, sums_bytes(warps, rows))

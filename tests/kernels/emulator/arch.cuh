@@ -227,6 +227,7 @@ inline void load_weights_into(uint4& to, const void* from, bool live) {
   if (live) to = load_weights(from, true);
 }
 inline uint4 load_activations(const void* from) { return load_weights(from, true); }
+inline void load_activations_into(uint4& to, const void* from, bool live) { load_weights_into(to, from, live); }
 inline uint4 load16(const void* from, bool live = true) { return load_weights(from, live); }
 inline float load_settled(const float* from) { return *from; }
 inline i64 load_settled(const i64* from) { return *from; }
@@ -263,7 +264,8 @@ inline void let_next_start_early() {
 
 inline void settle_here(int&) {}
 inline void settle_here(float&) {}
-inline void settle_here(const bf16*&) {}
+template <class T>
+inline void settle_here(T*&) {}
 
 inline float warp_sum(float x) {
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(ALL, x, step);
@@ -291,6 +293,7 @@ inline u32 ordered(float x) {
 
 // Copies in the background: emulator::copy does them at once or, in other orders, when they are waited for.
 inline void copy16(void* to, const void* from) { emulator::copy(to, from, 16); }
+inline void copy8(void* to, const void* from) { *static_cast<uint2*>(to) = load_settled(static_cast<const uint2*>(from)); }
 inline void copies_commit() { emulator::commit(); }
 template <int pending>
 inline void copies_wait() { emulator::copies_wait(pending); }

@@ -7,19 +7,21 @@
 __device__ __forceinline__ void exchange_norm_row(
     int row, const Partial& partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps,
     bool early) {
-  __shared__ float warps[WARP];
+  __shared__ __align__(16) float warps[WARP];
   const int at = threadIdx.x * 8;
   const bool inside = at < width;
   const i64 base = i64(row) * width + at;
   const uint4 w = load_weights(weight + at, inside);
-  const float each = 1.0f / float(width);
+  float each = 1.0f / float(width);
+  settle_here(each);
+  const Partial::Places places = partial.places(base, inside);
   uint4 old = make_uint4(0, 0, 0, 0);
   if (inside && partial.at != nullptr) old = load_settled16(x + base);
   if (early) let_next_start_early();
   wait_for_producer();
   if (!early) let_next_start();
   float add[8];
-  if (partial.at != nullptr) partial.read(add, base, inside);
+  if (partial.at != nullptr) partial.read(add, places, base, inside);
   if (partial.at == nullptr) old = load16(x + base, inside);
   float value[8];
   unpack(value, old);
@@ -27,7 +29,7 @@ __device__ __forceinline__ void exchange_norm_row(
     const uint4 total = added(value, add);
     if (inside) *reinterpret_cast<uint4*>(x_out + base) = total;
   }
-  const uint4 out = normed(value, w, each, eps, warps);
+  const uint4 out = normed(value, inside, w, each, eps, warps);
   if (inside) *reinterpret_cast<uint4*>(h + base) = out;
 }
 

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) router_normed(
     const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int k, float eps,
     const bf16* w, float* out, int n, int width, const u8* asked, int bytes) {
   DYNAMIC_SHARED(shared);
-  __shared__ float warps[WARP];
+  __shared__ __align__(16) float warps[WARP];
   if (blockIdx.x + blockIdx.y + threadIdx.x == 0) prefetch_l2(asked, u32(bytes));
   bf16* row = reinterpret_cast<bf16*>(shared + blockDim.x / WARP * Sums<1>::SIZE * sizeof(float));
   RowToNorm made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};
@@ -58,6 +58,7 @@ __device__ __forceinline__ void select_row(
   const Logits own = {logits + row * router.experts, second};
   const int expert = choose_expert(router, share, own, shared.places[row]);
   const float logit = own.of(expert);
+  begin_plan(plan, live);  // while the logit is on its way
   const Pick pick(expert, router.chosen);
   const float weight = router_weight(router, logit);
   if (lane < router.chosen) experts[row * router.chosen + lane] = expert, weights[row * router.chosen + lane] = weight;
@@ -92,5 +93,6 @@ extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP) route_plan(
   if (live > 1) shared.clear();
   wait_for_producer();
   let_next_start();
+  begin_plan(plan, live);
   write_plan(shared, plan, live, MAX_EXPERTS / WARP, Pick(int(experts[at]), chosen), weights[at]);
 }

@@ -54,6 +54,10 @@ __device__ __forceinline__ void router_part(
   bool inside[DEPTH];
 #pragma unroll
   for (int s = 0; s < DEPTH; ++s) inside[s] = tokens.place(offset[s], chunk + s * warps, end);
+  const Own<NT, 16> own;
+  const int row = tile * 16 + own.value;
+  int stored = row < n ? live : 0, begin = blockIdx.y * ROW_TILE * n + row;
+  settle_here(stored), settle_here(begin);
   x.ask();
   let_next_start_early();
   wait_for_producer();
@@ -89,8 +93,5 @@ __device__ __forceinline__ void router_part(
   Sums<NT> all = {reinterpret_cast<float*>(shared)};
   all.put(warp, sums[0]);
   __syncthreads();
-  for (int o = threadIdx.x; o < live * 16; o += blockDim.x) {
-    const int token = o / 16, row = tile * 16 + o % 16;
-    if (row < n) out[(blockIdx.y * ROW_TILE + token) * n + row] = all.at(token, o % 16);
-  }
+  own.each(stored, [&](int token, int at) { out[begin + token * n] = all.at(at); });
 }
