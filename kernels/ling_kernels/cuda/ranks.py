@@ -53,13 +53,7 @@ class CudaRankOps(CudaOps):
         return x
 
     def exchange_norm(
-        self,
-        partial: Tensor | None,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        rows: int | None = None,
-        lazy: bool = False,
+        self, partial: Tensor | None, x: Tensor, weight: Tensor, eps: float, rows: int | None = None
     ) -> tuple[Tensor, Tensor]:
         if partial is None:
             return super().exchange_norm(None, x, weight, eps, rows)
