@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # jinja2 and tokenizers cost time, and a raw completion needs
 _END_TOKENS = ("<|role_end|>", "<|endoftext|>")
 _FAR_TOO_LONG = 8  # characters for every token that the context holds: with so many a count by pieces is worth it
 _PIECE = 1 << 18
+_NO_ID = 2**31  # and above
 _DEMO = Path(__file__).parent / "data" / "demo"
 
 
@@ -309,7 +310,7 @@ def _reader(text_model: TextModel, request: Request) -> RawText | ChatText:
 
 
 def _eos_ids(folder: Path) -> set[int]:
-    """Ids that the checkpoint's own files name as ends. Raises ModelError for a file that cannot be read."""
+    """Ids that the checkpoint's own files name as ends; one that no vocabulary has ends nothing. ModelError."""
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         try:
@@ -320,5 +321,5 @@ def _eos_ids(folder: Path) -> set[int]:
         except (OSError, ValueError, AttributeError) as error:
             raise ModelError(f"{folder / name}: {error}", "Get the model's files again.") from error
         values = value if isinstance(value, list) else [value]
-        ids.update(token_id for token_id in values if isinstance(token_id, int))
+        ids.update(token_id for token_id in values if isinstance(token_id, int) and 0 <= token_id < _NO_ID)
     return ids

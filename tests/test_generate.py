@@ -250,7 +250,8 @@ def test_end_ids_come_from_the_checkpoint_s_files(tmp_path: Path) -> None:
 
     assert _eos_ids(tmp_path) == set()
     (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
-    (tmp_path / "generation_config.json").write_text('\ufeff{"eos_token_id": [5, 9]}', encoding="utf-8")
+    generation = json.dumps({"eos_token_id": [5, 9, -1, 10**30]})  # the last two no vocabulary has
+    (tmp_path / "generation_config.json").write_text("\ufeff" + generation, encoding="utf-8")
     assert _eos_ids(tmp_path) == {5, 9}
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json"):

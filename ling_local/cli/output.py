@@ -64,7 +64,7 @@ class Output:
     debug: bool = False
     verbose: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
-    _progress_width: int = 0
+    _progress: str = ""
 
     @property
     def interactive(self) -> bool:
@@ -145,14 +145,14 @@ class Output:
         """A line that the next one replaces, on a terminal that can redraw; nothing elsewhere."""
         if self.stderr.live and not self.quiet:
             text = text[: self.progress_columns - 1]  # a line that wraps is not replaced by the next one
-            width = len(text)
-            self._to_stderr(f"\r{text}{' ' * max(self._progress_width - width, 0)}")
-            self._progress_width = width
+            if text != self._progress:
+                self._to_stderr(f"\r{text.ljust(len(self._progress))}")
+                self._progress = text
 
     def clear_progress(self) -> None:
         """Take the line of `progress` away."""
-        if self._progress_width:
-            blank, self._progress_width = " " * self._progress_width, 0
+        if self._progress:
+            blank, self._progress = " " * len(self._progress), ""
             self._to_stderr(f"\r{blank}\r")
 
     def error(self, error: LingError) -> None:
