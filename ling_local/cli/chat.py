@@ -13,7 +13,7 @@ from ling_local.cli.output import Output, read_stdin
 from ling_local.cli.pages import Page
 from ling_local.errors import UsageError
 from ling_local.settings import Settings
-from ling_local.text.clean import read_text
+from ling_local.text.clean import read_argument, read_text
 from ling_local.types import Channel, FinishReason, Message, Request
 
 DEFAULT_MAX_TOKENS = 1024
@@ -86,15 +86,15 @@ def _prompt(settings: Settings, output: Output) -> str:
     if not output.stdin.terminal:
         wait = settings["stdin_wait"] if given is not None else None
         data = read_stdin(output, wait_s=None if wait == float("inf") else wait, what="the prompt on stdin")
-    cleaned = read_text(data or b"")
-    for warning in cleaned.warnings:
+    asked, cleaned = read_argument(given or ""), read_text(data or b"")
+    for warning in (*asked.warnings, *cleaned.warnings):
         output.warn(warning)
     piped = cleaned.text if cleaned.text.strip() else ""
     if given is None and not piped:
         raise UsageError("no prompt: stdin is empty", 'Give one with -p "...", or run in a terminal.')
-    if not piped and not (given or "").strip():
+    if not piped and not asked.text.strip():
         raise UsageError("the prompt is empty", 'Give some text: -p "...".')
-    return "\n\n".join(part for part in (given, piped) if part)
+    return "\n\n".join(part for part in (asked.text, piped) if part)
 
 
 def messages_for(settings: Settings, *talk: Message) -> tuple[Message, ...]:

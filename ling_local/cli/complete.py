@@ -15,7 +15,7 @@ from ling_local.cli.output import Output, read_stdin
 from ling_local.cli.pages import Page
 from ling_local.errors import UsageError
 from ling_local.settings import Settings
-from ling_local.text.clean import Cleaned, Newlines, read_text
+from ling_local.text.clean import Cleaned, Newlines, read_argument, read_text
 from ling_local.types import Channel, FinishReason, Message, Request, SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
@@ -79,7 +79,7 @@ def _input(file: Path | None, settings: Settings, output: Output) -> Cleaned:
     if file is not None and prompt is not None:
         raise UsageError("both FILE and --prompt are given", "Give one of them.")
     if prompt is not None:
-        cleaned = read_text(prompt.encode(), "the prompt")
+        cleaned = read_argument(prompt)
     elif file is not None and str(file) != "-":
         cleaned = read_text(_read_file(file), str(file))
     else:

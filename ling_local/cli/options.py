@@ -89,7 +89,7 @@ def open_settings(context: typer.Context, *, warn: bool = True) -> tuple[Setting
     flags: dict[str, Any] = {}
     for level in (context.parent, context):
         params = level.params if level is not None else {}
-        flags.update({name: _clean(value) for name, value in params.items() if name in TABLE and value is not None})
+        flags |= {name: _clean(name, value) for name, value in params.items() if name in TABLE and value is not None}
     settings = settings_room.resolve(flags)
     set_colour(output, settings["color"])
     output.quiet, output.debug, output.verbose = settings["quiet"], settings["debug"], settings["verbose"]
@@ -98,7 +98,9 @@ def open_settings(context: typer.Context, *, warn: bool = True) -> tuple[Setting
     return settings, output
 
 
-def _clean(value: Any) -> Any:
+def _clean(name: str, value: Any) -> Any:
+    if name == "prompt":  # read like a file: what is not UTF-8 in it gets a warning
+        return value
     if isinstance(value, str):
         return check_text(value)
-    return [_clean(item) for item in value] if isinstance(value, list) else value
+    return [_clean(name, item) for item in value] if isinstance(value, list) else value

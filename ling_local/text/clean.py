@@ -54,6 +54,11 @@ def read_text(data: bytes, source: str = "stdin") -> Cleaned:
     return Cleaned(text.replace("\r\n", "\n"), crlf, warnings)
 
 
+def read_argument(text: str, source: str = "the prompt") -> Cleaned:
+    """The same for an argument, into which Python smuggles bytes that are not UTF-8."""
+    return read_text(text.encode("utf-8", "surrogateescape"), source)
+
+
 class Newlines:
     """Gives streamed text back in the input's line ends. With crlf, each LF that lacks its CR gets one."""
 

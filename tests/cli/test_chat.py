@@ -65,6 +65,12 @@ def test_prompt_and_piped_data_are_joined(chat) -> None:
     assert joined == alone + len("\n\nsome data")
 
 
+def test_a_prompt_argument_is_read_like_a_file(chat) -> None:
+    done = chat(["x"], "-p", b"a\xffb\r\nc", "--json")
+    assert "the prompt is not valid UTF-8 in 1 place, the first at byte offset 1" in done.err
+    assert prompt_tokens(done) == prompt_tokens(chat(["x"], "-p", "a\ufffdb\nc", "--json"))
+
+
 def test_piped_data_alone_is_the_prompt(chat) -> None:
     alone = prompt_tokens(chat(["x"], "-p", "question", "--json"))
     assert prompt_tokens(chat(["x"], "--json", stdin=b"question")) == alone

@@ -85,9 +85,10 @@ def test_a_nul_byte_is_refused_with_its_offset(complete) -> None:
     assert "NUL byte at offset 4" in done.err
 
 
-def test_a_prompt_argument_of_broken_bytes_is_no_trouble(complete) -> None:
+def test_broken_bytes_in_a_prompt_argument_are_replaced_with_a_warning(complete) -> None:
     done = complete(["ok"], "-p", b"a\xff\xfeb", "--json")
     assert (done.code, done.json["text"]) == (0, "ok")
+    assert "the prompt is not valid UTF-8 in 2 places, the first at byte offset 1" in done.err
 
 
 def test_crlf_input_is_continued_in_crlf(complete) -> None:
