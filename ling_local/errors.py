@@ -23,6 +23,10 @@ class LingError(Exception):
         return self.message
 
 
+# what may end a run of which something is known by then
+STOPS = (KeyboardInterrupt, SystemExit, LingError)
+
+
 class UsageError(LingError):
     """The program was used wrongly: flags, input."""
 

@@ -49,9 +49,9 @@ class Settings:
     def is_default(self, name: str) -> bool:
         return self.sources[name] == "default"
 
-    def changed(self, source: str, **values: Any) -> Settings:
-        """These settings with some values that come from source."""
-        sources = {**self.sources, **dict.fromkeys(values, source)}
+    def changed(self, source: str | None = None, /, **values: Any) -> Settings:
+        """These settings with some values that come from source; None: where they came from stays what it was."""
+        sources = self.sources if source is None else {**self.sources, **dict.fromkeys(values, source)}
         return replace(self, values={**self.values, **values}, sources=sources)
 
 

@@ -15,11 +15,10 @@ from typing import Any
 
 from ling_local.bench.figures import check_counts
 from ling_local.bench.machine import machine
-from ling_local.bench.measure import STOPS
 from ling_local.bench.prompts import TEXTS, Prompt, as_prompt, bundled, forget, last_tokens
 from ling_local.bench.report import head, machine_facts, model_facts, speculation
 from ling_local.engine.protocol import Engine, EngineInfo
-from ling_local.errors import UsageError
+from ling_local.errors import STOPS, UsageError
 from ling_local.generate import TextModel, generate
 from ling_local.types import Finish, FinishReason, Request, SamplingParams, Stats, StatsEvent
 

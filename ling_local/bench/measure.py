@@ -19,12 +19,11 @@ from ling_local.bench.figures import Sample
 from ling_local.bench.prompts import TASKS, as_prompt, bundled, forget, random_ids, with_first_word
 from ling_local.bench.result import RANDOM_IN, BenchPlan, BenchReport, finished
 from ling_local.engine.protocol import Engine, EngineInfo
-from ling_local.errors import LingError, UsageError, context_too_long
+from ling_local.errors import STOPS, UsageError, context_too_long
 from ling_local.generate import TextModel, generate
 from ling_local.types import Finish, Request, StatsEvent
 
 _WARMUP_TOKENS = 128
-STOPS = (KeyboardInterrupt, SystemExit, LingError)  # what may end a run of which something is known by then
 
 
 @dataclass(frozen=True, slots=True)

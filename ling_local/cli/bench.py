@@ -12,14 +12,14 @@ import typer
 
 from ling_local.cli import options as opt
 from ling_local.cli.bench_dummy import check_dummy_flags, print_breakdown
-from ling_local.cli.bench_engines import engines_asked, explain_all, for_engine, with_value
+from ling_local.cli.bench_engines import engines_asked, explain_all, for_engine
 from ling_local.cli.bench_files import check_files, command_line, deliver, stop_mark
 from ling_local.cli.bench_tables import FORMATS, aligned, compared_cells, compared_lines, lane_name, warnings
 from ling_local.cli.opening import Opened, open_model, open_other, sampling, wait_loaded
 from ling_local.cli.output import Output
 from ling_local.cli.pages import Page
 from ling_local.engine.protocol import Engine, EngineInfo
-from ling_local.errors import LingError, UsageError
+from ling_local.errors import STOPS, UsageError
 from ling_local.settings import TABLE, Settings, nearest
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def command(
     """Measure how fast the model runs here: first token, time per token, tokens per second."""
     settings, output = opt.open_settings(context)
     engines = engines_asked(settings)
-    settings = with_value(settings, "engine", engines[-1])
+    settings = settings.changed(engine=engines[-1])
     wanted = _format(settings, json, csv, md)
     output.json = wanted == "json"
     names = _modes(settings)
@@ -97,7 +97,7 @@ def command(
     try:
         for engine in engines:
             _measure(for_engine(settings, engine, engines), output, names, runs)
-    except (KeyboardInterrupt, SystemExit, LingError) as error:
+    except STOPS as error:
         if not runs:
             raise
         stopped = error
@@ -152,7 +152,7 @@ def _measure(settings: Settings, output: Output, asked: tuple[str, ...], runs: l
 
     names = asked or ("off", "auto")
     first = "auto" if "auto" in names else names[0]
-    with open_model(with_value(settings, "speculation", first), output) as opened:
+    with open_model(settings.changed(speculation=first), output) as opened:
         wait_loaded(opened)
         names, first = _resolved(names, first, opened, output)
 

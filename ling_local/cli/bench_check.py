@@ -12,7 +12,7 @@ from ling_local.cli.bench_tables import Cells, aligned, broken, csv_text, machin
 from ling_local.cli.opening import Opened, open_model, open_other, sampling
 from ling_local.cli.output import Output
 from ling_local.engine.protocol import Engine
-from ling_local.errors import LingError, UsageError
+from ling_local.errors import STOPS, UsageError
 from ling_local.settings import Settings
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ def check_and_print(settings: Settings, output: Output, names: Sequence[str], wa
     from ling_local.bench import check_to_json, run_check
 
     plan = _plan(settings)
-    off = replace(settings, values={**settings.values, "speculation": "off"})
+    off = settings.changed(speculation="off")
     known: list[CheckReport] = []
     stopped: BaseException | None = None
     try:
         with open_model(off, output) as opened:
             show = _shower(output)
             known.append(run_check(_opener(opened), opened.text_model, plan, drafters, show, known.append))
-    except (KeyboardInterrupt, SystemExit, LingError) as error:
+    except STOPS as error:
         if not known:
             raise
         stopped = error

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 from ling_local.cli.opening import explained
 from ling_local.cli.output import Output
@@ -26,19 +24,14 @@ def engines_asked(settings: Settings) -> tuple[str, ...]:
 
 def for_engine(settings: Settings, name: str, names: Sequence[str]) -> Settings:
     """The settings of one engine's part: all on the GPU beside SGLang, and its own flags not for the others."""
-    settings = with_value(settings, "engine", name)
+    settings = settings.changed(engine=name)
     if "sglang" in names and settings.is_default("device"):
-        settings = with_value(settings, "device", "cuda")
-    return settings if name == "sglang" or len(names) == 1 else with_value(settings, "sglang_arg", ())
+        settings = settings.changed(device="cuda")
+    return settings if name == "sglang" or len(names) == 1 else settings.changed(sglang_arg=())
 
 
 def explain_all(settings: Settings, output: Output, engines: Sequence[str], modes: Sequence[str]) -> None:
     """Print what would be started in each mode. Raises UsageError where none of the engines can say it."""
     engine = "sglang" if "sglang" in engines else engines[-1]
     for mode in modes:
-        explained(with_value(with_value(settings, "engine", engine), "speculation", mode), output)
-
-
-def with_value(settings: Settings, name: str, value: Any) -> Settings:
-    """The same settings but for one value; where it came from stays what it was."""
-    return replace(settings, values={**settings.values, name: value})
+        explained(settings.changed(engine=engine, speculation=mode), output)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 
 import typer
 
@@ -90,7 +89,7 @@ def _model(settings: Settings, output: Output, answers: bool) -> Iterator[checks
     if answers and failed:
         yield checks.Check("answers", checks.Status.WARN, "not asked: what failed above would fail the load")
     elif answers:
-        yield from _answers(replace(settings, values={**settings.values, "model": str(folder)}), output)
+        yield from _answers(settings.changed(model=str(folder)), output)
 
 
 def _answers(settings: Settings, output: Output) -> Iterator[checks.Check]:

@@ -9,12 +9,13 @@ from ling_local.text.channels import Channels
 from ling_local.text.code_stop import CodeStop
 from ling_local.text.stops import Stops
 from ling_local.text.stream import StreamText
+from ling_local.text.tags import CALL, CALL_END, KEY, KEY_END, THINK, THINK_END, VALUE, VALUE_END
 from ling_local.types import Channel
 
 if TYPE_CHECKING:  # tokenizers costs time
     from ling_local.text.tokenizer import Tokens
 
-_TAGS = [f"<{slash}{name}>" for name in ("think", "tool_call", "arg_key", "arg_value") for slash in ("", "/")]
+_TAGS = (THINK, THINK_END, CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END)  # of channels
 
 
 class RawText:
