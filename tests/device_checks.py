@@ -167,6 +167,25 @@ def check_route(place: Place, params: MoeParams, rows: int) -> Routing:
     return got
 
 
+def check_norms_in_kernels_after(place: Place, params: MoeParams, n: int, norming: Any) -> None:
+    """norming: the same ops, whose router and projection to n values do the norm before them: the same bits."""
+    width = params.gate.shape[1]
+    projection = place.weight(n, width, seed=28)
+    x, weight = place.rand(ROW_TILE, width, seed=26, scale=3.0), place.weight(width, seed=27)
+    several = torch.stack([place.rand(ROW_TILE, width, seed=seed).float() for seed in range(50, 55)])
+    place.constant(place.ops._gate(params.gate), norming._gate(params.gate))
+    for partial in (several, several[:4], several[0].bfloat16()):
+        found = []
+        for ops in (place.ops, norming):
+            total, h = ops.exchange_norm(partial, x, weight, 1e-6, 1, lazy=True)
+            routing = ops.route(h, params, 1)
+            again, normed = ops.exchange_norm(partial, x, weight, 1e-6, 1, lazy=True)
+            projected = ops.linear(normed, projection, 1)
+            found.append((total, h, routing.weights, routing.experts, again, normed, projected))
+        for number, (got, want) in enumerate(zip(*found, strict=True)):
+            assert_bits(got[:1], want[:1], f"result {number} of kernels that norm {width} values")
+
+
 def check_route_ties(place: Place, params: MoeParams) -> None:
     """All scores equal: the lower group wins, in it the lower id."""
     level = replace(params, gate=torch.zeros_like(params.gate), bias=torch.zeros_like(params.bias))

@@ -13,9 +13,12 @@ from ling_kernels.cuda.driver import Argument
 SETTLED = {
     "exchange_norm": (3,),
     **{f"experts_down_{form}": (3,) for form in ("8_9", "8_8", "16_10", "16_6", "16_5")},
+    "linear_normed": (3,),
+    "router_normed": (3,),
     "kda_verify_sums": (5, 6),
     "kda_verify_sums_uneven": (5, 6),
     "mla_query": (12,),
+    "mla_query_latent": (9,),
     "mla_attend_128_1": (3, 4),
     "mla_attend_128_3": (3, 4),
     "mla_attend_128_5": (3, 4),

@@ -208,12 +208,19 @@ class Ops(Protocol):
         ...
 
     def exchange_norm(
-        self, partial: Tensor | None, x: Tensor, weight: Tensor, eps: float, rows: int | None = None
+        self,
+        partial: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        rows: int | None = None,
+        lazy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Sum `partial` over ranks in rank order, add it to x [R, D], and RMS-normalise: the new x and h.
 
         partial: [R, D] act or, where a device leaves a window's sums in parts, those [S, R, D] in fp32, which are added
-        in order. Statistics in fp32. partial None: only the norm. Source: ling3-model.md section 4.
+        in order. Statistics in fp32. partial None: only the norm. lazy: the next op is `linear` or `route` of h and
+        nothing reads x or h before it, so a device may leave the work to that. Source: ling3-model.md section 4.
         """
         ...
 

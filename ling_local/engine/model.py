@@ -41,7 +41,7 @@ def forward(
     kda = mla = 0
     partial, x = None, ops.embed(ids, weights.embedding)
     for number, layer in enumerate(weights.layers):
-        x, h = ops.exchange_norm(partial, x, layer.attention_norm, eps, rows)
+        x, h = ops.exchange_norm(partial, x, layer.attention_norm, eps, rows, lazy=True)
         if number - 1 in tapped:
             taps.append(x)
         proj = ops.linear(h, layer.attention.in_proj, rows)
@@ -53,8 +53,7 @@ def forward(
             o = ops.mla(proj, state.latent[mla], state.rope, positions, layer.attention, live, state.extent)
             mla += 1
         partial = ops.linear_partial(o, layer.attention.out_proj, rows)
-        x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps, rows)
-        partial = feed_forward(ops, h, layer, rows)
+        x, partial = feed_forward(ops, partial, x, layer, eps, rows)
     x, last = ops.exchange_norm(partial, x, weights.norm, eps, rows)
     if len(weights.layers) - 1 in tapped:
         taps.append(x)
@@ -78,8 +77,12 @@ def _kda(
     return o
 
 
-def feed_forward(ops: Ops, h: Tensor, layer: LayerWeights, rows: int | None) -> Tensor:
-    """Dense MLP or experts: h [R, D] -> this rank's partial [R, D]."""
-    if isinstance(layer.mlp, MoeParams):
-        return ops.experts(h, ops.route(h, layer.mlp, rows), layer.mlp, rows)
-    return ops.mlp(h, layer.mlp, rows)
+def feed_forward(
+    ops: Ops, partial: Tensor, x: Tensor, layer: LayerWeights, eps: float, rows: int | None
+) -> tuple[Tensor, Tensor]:
+    """Norm, and dense MLP or experts, after attention's partial: the residual stream [R, D] and the next partial."""
+    routed = isinstance(layer.mlp, MoeParams)
+    x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps, rows, lazy=routed)
+    if routed:
+        return x, ops.experts(h, ops.route(h, layer.mlp, rows), layer.mlp, rows)
+    return x, ops.mlp(h, layer.mlp, rows)

@@ -38,8 +38,8 @@ def mtp_forward(
     live = positions.shape[0] if rows is None else rows
     o = ops.mla(proj, state.mtp_latent, state.rope, positions, layer.attention, live, state.extent)
     partial = ops.linear_partial(o, layer.attention.out_proj, rows)
-    x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps, rows)
-    _, last = ops.exchange_norm(feed_forward(ops, h, layer, rows), x, mtp.norm, eps, rows)
+    x, partial = feed_forward(ops, partial, x, layer, eps, rows)
+    _, last = ops.exchange_norm(partial, x, mtp.norm, eps, rows)
     return last
 
 

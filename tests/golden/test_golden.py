@@ -65,8 +65,8 @@ class Recorder(ReferenceOps):
         self.normed: list[torch.Tensor] = []
         self.chosen: list[torch.Tensor] = []
 
-    def exchange_norm(self, *args) -> tuple[torch.Tensor, torch.Tensor]:
-        x, h = ReferenceOps.exchange_norm(*args)
+    def exchange_norm(self, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        x, h = ReferenceOps.exchange_norm(*args, **kwargs)
         self.residual.append(x)
         self.normed.append(h)
         return x, h

@@ -83,6 +83,8 @@ def test_router(place: Place, params: MoeParams, gate_fp32: bool) -> None:
         checks.check_route(replace(place, ops=ops), params, rows)
         checks.check_selection(replace(place, ops=ops), params, rows)
     checks.check_route_ties(replace(place, ops=ops), params)
+    norming = CudaOps(place.ops.device, gate_fp32=gate_fp32, norm_in_router=True, norm_in_linear=True)
+    checks.check_norms_in_kernels_after(replace(place, ops=ops), params, 848, norming)
 
 
 def test_experts(place: Place, params: MoeParams) -> None:
@@ -101,7 +103,7 @@ def layer(ops: CudaOps, params: MoeParams, norm: Tensor, proj: Tensor, out: Tens
     def run(x: Tensor, rows: int) -> Tensor:
         x, h = ops.exchange_norm(None, x, norm, 1e-6, rows)
         partial = ops.linear_partial(ops.linear(h, proj, rows), out, rows)
-        x, h = ops.exchange_norm(partial, x, norm, 1e-6, rows)
+        x, h = ops.exchange_norm(partial, x, norm, 1e-6, rows, lazy=True)
         partial = ops.experts(h, ops.route(h, params, rows), params, rows)
         x, h = ops.exchange_norm(partial, x, norm, 1e-6, rows)
         x, h = ops.exchange_norm(ops.mlp(h, params.shared, rows), x, norm, 1e-6, rows)
@@ -118,25 +120,30 @@ def chain(place: Place, params: MoeParams) -> tuple[Callable[[CudaOps], Callable
     return lambda ops: layer(ops, params, *tensors, vocabulary), place.rand(ROW_TILE, width, seed=5)
 
 
-def test_a_row_has_its_bits_to_itself(place: Place, chain: tuple[Callable, Tensor]) -> None:
+@pytest.fixture(params=[False, True], ids=["norms alone", "norms in the kernels after"])
+def ops(cuda_ops: CudaOps, request: pytest.FixtureRequest) -> CudaOps:
+    return CudaOps(cuda_ops.device, norm_in_router=request.param, norm_in_linear=request.param)
+
+
+def test_a_row_has_its_bits_to_itself(ops: CudaOps, chain: tuple[Callable, Tensor]) -> None:
     build, x = chain
-    checks.rows_alone(build(place.ops), x, WIDTHS, "a layer")
+    checks.rows_alone(build(ops), x, WIDTHS, "a layer")
 
 
 def test_overlapped_launches_give_the_same_bits(
-    cuda_ops: CudaOps, plain_ops: CudaOps, chain: tuple[Callable, Tensor]
+    ops: CudaOps, plain_ops: CudaOps, chain: tuple[Callable, Tensor]
 ) -> None:
     build, x = chain
     assert not plain_ops.device.pdl
     for rows in (1, 9):
         want = build(plain_ops)(x, rows)[:rows].clone()
         for _ in range(20):
-            assert_bits(build(cuda_ops)(x, rows)[:rows], want, "logits")
+            assert_bits(build(ops)(x, rows)[:rows], want, "logits")
 
 
-def test_a_graph_gives_the_same_bits(cuda_ops: CudaOps, chain: tuple[Callable, Tensor]) -> None:
+def test_a_graph_gives_the_same_bits(ops: CudaOps, chain: tuple[Callable, Tensor]) -> None:
     build, x = chain
-    run, fresh = build(cuda_ops), x.flip(0)
+    run, fresh = build(ops), x.flip(0)
     for rows in (1, 9):
         want, want_fresh = run(x, rows)[:rows].clone(), run(fresh, rows)[:rows].clone()
         given, graph = x.clone(), torch.cuda.CUDAGraph()

@@ -48,12 +48,17 @@ def test_kda_prefill(place: Place, heads: int, rows: int) -> None:
     checks.check_kda_prefill(place, heads, rows)
 
 
-@pytest.mark.parametrize(
-    ("heads", "rank", "length"),
-    [(16, 256, 0), (16, 256, 8000), (32, 0, 4090), (8, 0, 60), (2, 0, 1000), (16, 256, 20000)],
-)
+# rank of the queries, and whether two kernels make them
+QUERIES = pytest.mark.parametrize(("rank", "split"), [(0, False), (256, False), (256, True)])
+
+
+@QUERIES
+@pytest.mark.parametrize(("heads", "length"), [(16, 0), (16, 8000), (32, 4090), (8, 60), (2, 1000), (16, 20000)])
 @pytest.mark.parametrize("rows", [1, 9, 16])
-def test_mla(place: Place, heads: int, rank: int, length: int, rows: int) -> None:
+def test_mla(
+    place: Place, monkeypatch: pytest.MonkeyPatch, heads: int, rank: int, split: bool, length: int, rows: int
+) -> None:
+    monkeypatch.setattr(place.ops, "split_queries", split)
     checks.check_mla(place, heads, rank, length, rows)
 
 
@@ -68,10 +73,46 @@ def test_mla_of_a_gpu_with_little_shared_memory(place: Place) -> None:
         place.ops.device.properties = properties
 
 
+@QUERIES
 @pytest.mark.parametrize("heads", [8, 16])
 @pytest.mark.parametrize("length", [100, 2107, 4219, 8188])
-def test_mla_bits_at_any_width(place: Place, heads: int, length: int) -> None:
-    checks.check_mla_bits(place, heads, length, (2, 3, 4, 5, 8, 9, 16))
+def test_mla_bits_at_any_width(
+    place: Place, monkeypatch: pytest.MonkeyPatch, heads: int, rank: int, split: bool, length: int
+) -> None:
+    monkeypatch.setattr(place.ops, "split_queries", split)
+    checks.check_mla_bits(place, heads, length, (2, 3, 4, 5, 8, 9, 16), rank)
+
+
+@pytest.mark.parametrize("heads", [1, 16])
+@pytest.mark.parametrize("rank", [8, 200, 256])
+def test_queries_by_two_kernels(place: Place, monkeypatch: pytest.MonkeyPatch, heads: int, rank: int) -> None:
+    monkeypatch.setattr(place.ops, "split_queries", False)  # what the check leaves behind is undone
+    for rows in range(1, ROW_TILE + 1):
+        checks.check_split_queries(place, heads, rank, 1000, rows)
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_queries_by_two_kernels_in_a_graph(place: Place, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    params, capacity = checks.make_mla(place, 16, 256), 1280
+    table = mla.rope_table(capacity, 64, 6e6, place.device)
+    proj = place.rand(ROW_TILE, 256 + 576 + 16, seed=4)
+    positions, cache = torch.arange(ROW_TILE, device=place.device), place.rand(capacity, 576, seed=5)
+
+    def run(split: bool) -> Tensor:
+        monkeypatch.setattr(place.ops, "split_queries", split)
+        return place.ops.mla(proj, cache, table, positions, params, rows, capacity)
+
+    run(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(True)
+    for length in (0, 600, 1200):
+        positions.copy_(length + torch.arange(ROW_TILE, device=place.device))
+        proj.copy_(place.rand(*proj.shape, seed=length))
+        graph.replay()
+        got, kept = out[:rows].clone(), cache.clone()
+        assert_bits(run(False)[:rows], got, f"attention after {length}")
+        assert_bits(cache, kept, f"cache after {length}")
 
 
 @pytest.mark.parametrize(("rows", "before"), [(17, 0), (700, 0), (300, 500)])
@@ -150,26 +191,30 @@ def test_markov_picks(place: Place, head: str, rank: int, vocab: int) -> None:
 
 def mixed(ops: CudaOps, at: checks.Kda, cache: Tensor, latent: checks.MlaParams, rows: int) -> list[Tensor]:
     """A chain of KDA and MLA launches, each reading what the one before wrote: outputs and what is left in memory."""
-    place = Place(ops, "cuda")
+    place, width = Place(ops, "cuda"), 576 + 16 + (16 * 192 if latent.q_norm is None else latent.q_norm.shape[0])
     table = mla.rope_table(cache.shape[0], 64, 6e6, "cuda")
     positions = 500 + torch.arange(ROW_TILE, device="cuda")
     results = []
     for _ in range(3):
         o, staged = checks.run_window(place, at, at.proj, rows)
         ops.kda_commit(staged, at.conv, at.state, torch.tensor(rows, device="cuda"))
-        proj = torch.cat([o, o.new_zeros(ROW_TILE - rows, o.shape[1])]).repeat(1, 2)[:, : 16 * 193 + 576]
+        proj = torch.cat([o, o.new_zeros(ROW_TILE - rows, o.shape[1])]).repeat(1, 2)[:, :width]
         out = ops.mla(proj.bfloat16().contiguous(), cache, table, positions, latent, rows, cache.shape[0])
         results += [o, out[:rows].clone()]
         positions = positions + rows
     return [*results, at.state, at.conv, cache]
 
 
-def test_overlapped_launches_give_the_same_bits(cuda_ops: CudaOps, plain_ops: CudaOps) -> None:
+@QUERIES
+def test_overlapped_launches_give_the_same_bits(
+    cuda_ops: CudaOps, plain_ops: CudaOps, monkeypatch: pytest.MonkeyPatch, rank: int, split: bool
+) -> None:
     place = Place(cuda_ops, "cuda")
+    monkeypatch.setattr(cuda_ops, "split_queries", split)
     start, cache, latent = (
         checks.make_kda(place, 16, ROW_TILE),
         place.rand(640, 576, seed=3),
-        checks.make_mla(place, 16),
+        checks.make_mla(place, 16, rank),
     )
     for rows in (1, 9):
         want = mixed(plain_ops, start.copy(), cache.clone(), latent, rows)

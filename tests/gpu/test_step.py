@@ -174,6 +174,17 @@ def test_a_graph_gives_the_bits_of_single_eager_rows(engine: NativeEngine, alone
     assert_bits(captured_score(engine, width), alone, f"captured logits at width {width}")
 
 
+@pytest.mark.parametrize("form", ["norm_in_router", "norm_in_linear"])
+def test_norms_in_the_kernels_after_give_the_same_bits(engine: NativeEngine, alone: Tensor, form: str) -> None:
+    norming = load()
+    setattr(norming.ops, form, True)
+    assert_bits(norming.score(IDS, window=1), alone, "logits")
+    assert_bits(captured_score(norming, 1), alone, "captured logits")
+    for prompt in PROMPTS[:3]:
+        assert ids_of(run(norming, prompt, 100, drafts=False)) == ids_of(run(engine, prompt, 100, drafts=False))
+    norming.close()
+
+
 def test_weights_are_staged_to_the_device_to_the_bit(engine: NativeEngine) -> None:
     want = NativeEngine.load(demo_dir(), "cpu", "bfloat16", "mtp").weights
     for path, got in tensors_of(engine.weights).items():

@@ -19,7 +19,6 @@ from ling_kernels.cuda.driver import Int64, packed, read_properties
 
 Compiled = Callable[[str, str], tuple[bytes, str]]
 SPILLS = re.compile(r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads", re.DOTALL)
-KNOWN_SPILLS = {("mla_attend_128_5", "sm_90"): 52, ("mla_query", "sm_120"): 8}  # bytes; NVRTC 13.5 spills none
 SMALL = '#include "h.cuh"\nextern "C" __global__ void small(float* x) { x[threadIdx.x] = FACTOR; }\n'
 
 
@@ -30,9 +29,7 @@ def test_every_source_compiles_for_every_architecture(compiled: Compiled, unit: 
     assert cubin.startswith(b"\x7fELF")
     spilled = {name: max(int(stores), int(loads)) for name, stores, loads in SPILLS.findall(log)}
     assert spilled, "the compiler said nothing about registers"
-    assert not {name for name, count in spilled.items() if count > KNOWN_SPILLS.get((name, arch), 0)}, (
-        "spilled registers"
-    )
+    assert not {name for name, count in spilled.items() if count}, "spilled registers"
 
 
 @pytest.fixture

@@ -69,9 +69,9 @@ def test_head_ties_and_errors(place: Place) -> None:
 
 
 def test_a_projection_applies_the_norm_that_kda_left(place: Place) -> None:
-    heads, slices, rows = 3, 4, 5
+    heads, slices, rows = 3, 8, 5
     o, weight = place.rand(ROW_TILE, heads * 128, seed=1), place.weight(24, heads * 128, seed=2)
-    sums = o.float().view(ROW_TILE, heads, slices, 32).square().sum(-1)
+    sums = o.float().view(ROW_TILE, heads, slices, 16).square().sum(-1)
     place.ops.gated = Gated(o, sums, 1e-6)
     got = checks.whole(place.ops.linear_partial(o, weight, rows))
     by_head = o.float().view(ROW_TILE, heads, 128)
@@ -114,6 +114,39 @@ def test_a_wide_router_is_shared_by_two_blocks(device: SettledDevice, width: int
     checks.rows_alone(
         lambda x, rows: place.ops.route(x, params, rows).weights, place.rand(ROW_TILE, width, seed=9), (1, 9), ""
     )
+
+
+@pytest.mark.parametrize(
+    ("width", "gate_fp32"), [(8, False), (264, True), (1544, False), (2080, False), (704, True), (4096, False)]
+)
+def test_norms_in_the_kernels_after_leave_the_same_bits(device: SettledDevice, width: int, gate_fp32: bool) -> None:
+    place = Place(DenseOps(device, gate_fp32), "cpu", device.constant)
+    norming = DenseOps(device, gate_fp32, norm_in_router=True, norm_in_linear=True)
+    device.launched.clear()
+    checks.check_norms_in_kernels_after(place, checks.moe_params(place, 24, width, 8, 4, 1), 40, norming)
+    count = device.launched.count
+    wide = width > 2048  # than what a projection's warps have on their way at once
+    assert (count("router_normed"), count("linear_normed")) == (3, 0 if wide else 3)
+    assert count("exchange_norm") == (9 if wide else 6)
+
+
+def test_norms_that_no_kernel_after_can_do(device: SettledDevice) -> None:
+    """Of several rows, of rows that are read otherwise, too wide for a router's threads, before a long projection."""
+    place = Place(DenseOps(device, norm_in_router=True, norm_in_linear=True), "cpu", device.constant)
+    launched = device.launched
+    x, weight = place.rand(ROW_TILE, 48, seed=1), place.weight(48, seed=2)
+    for rows, lazy in ((2, True), (1, False)):
+        place.ops.exchange_norm(x, x, weight, 1e-6, rows, lazy)
+        assert launched.pop() == "exchange_norm"
+    _, h = place.ops.exchange_norm(x, x, weight, 1e-6, 1, lazy=True)
+    place.ops.linear(h, place.weight(16 * 4, 48, seed=3), 1)
+    assert launched[-2:] == ["exchange_norm", "linear_8"]
+    params = checks.moe_params(place, 8, 4104, 8, 2, 1)
+    place.constant(place.ops._gate(params.gate))
+    x, weight = place.rand(ROW_TILE, 4104, seed=4), place.weight(4104, seed=5)
+    _, h = place.ops.exchange_norm(x, x, weight, 1e-6, 1, lazy=True)
+    place.ops.route(h, params, 1)
+    assert launched[-3:] == ["exchange_norm", "router_8", "route_select"]
 
 
 @pytest.mark.parametrize(
@@ -168,8 +201,9 @@ def test_a_row_has_its_bits_to_itself(place: Place, width: int) -> None:
 
 
 def all_results(machine: SettledDevice) -> list[torch.Tensor]:
-    """What every kernel of this file leaves, for 11 rows."""
-    place, rows = Place(DenseOps(machine), "cpu", machine.constant), 11
+    """What every kernel of this file leaves, for 11 rows, and what those do that norm one."""
+    ops = DenseOps(machine, norm_in_router=True, norm_in_linear=True)
+    place, rows = Place(ops, "cpu", machine.constant), 11
     params = checks.moe_params(place, 64, 384, 40, 8, 8)
     place.constant(place.ops._gate(params.gate))
     x, norm, weight = place.rand(ROW_TILE, 384, seed=40), place.weight(384, seed=41), place.weight(300, 384, seed=42)
@@ -181,7 +215,12 @@ def all_results(machine: SettledDevice) -> list[torch.Tensor]:
     projected, logits = place.ops.linear(h, weight, rows), place.ops.head(h, weight, rows)
     _, values, ids, _ = place.ops.candidates
     rowwise = (total, h, routing.experts, routing.weights, out, mlp, projected, logits)
-    return [*(t[:rows] for t in rowwise), values[:, :rows], ids[:, :rows]]
+    one, normed = ops.exchange_norm(x, x, norm, 1e-6, 1, lazy=True)
+    first = ops.route(normed, params, 1)
+    alone = (one, normed, first.experts, first.weights)
+    one, normed = ops.exchange_norm(x, x, norm, 1e-6, 1, lazy=True)
+    alone = (*alone, one, normed, ops.linear(normed, weight[:16], 1))
+    return [*(t[:rows] for t in rowwise), values[:, :rows], ids[:, :rows], *(t[:1] for t in alone)]
 
 
 @pytest.mark.parametrize("order", ORDERS[1:])

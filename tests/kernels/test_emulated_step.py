@@ -89,6 +89,23 @@ def test_logits_are_the_references_and_do_not_depend_on_the_window(folder: Path,
     assert_near(engine.score(longer), want, "logits by prefill", 3e-2)
 
 
+def test_norms_in_the_kernels_after_change_no_logit(
+    folder: Path, device: SettledDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # enough multiprocessors for all projections to be short ones
+    monkeypatch.setattr(device, "properties", dataclasses.replace(device.properties, num_sms=64))
+    engine = emulated(folder, device)
+    state, ids = engine.new_state, IDS[:3]
+    engine.new_state = lambda context: _declared(device, state(context))
+    want = engine.score(ids, window=1)
+    engine.ops.norm_in_router = engine.ops.norm_in_linear = True
+    device.launched.clear()
+    assert_bits(engine.score(ids, window=1), want, "logits")
+    count = device.launched.count
+    assert count("linear_normed") == count("router_normed") == len(ids)  # of the second layer
+    assert count("exchange_norm") == 3 * len(ids)  # of an embedding, before a dense MLP and before the head
+
+
 def _declared(device: SettledDevice, state: Any) -> Any:
     device.constant(state.rope)
     return state

@@ -20,13 +20,15 @@ Compiled = Callable[[str, str], tuple[bytes, str]]
 
 # 16-byte loads of a thread that stand before the wait: two weight rows of DEPTH chunks, or of each slot that down wants
 EARLY = {
-    "gemm": {f"{name}_{tokens}": 8 for name in ("linear", "mlp_gate_up", "head") for tokens in (8, 16)},
-    "route": {"router_8": 8, "router_16": 8},
+    "gemm": {f"{name}_{tokens}": 8 for name in ("linear", "mlp_gate_up", "head") for tokens in (8, 16)}
+    | {"linear_normed": 8 + 2},  # and the residual stream, the norm's weight
+    "route": {"router_8": 8, "router_16": 8, "router_normed": 8 + 2},
     "part": {f"{name}_{tokens}": 8 for name in ("linear_part", "linear_part_normed") for tokens in (8, 16)},
     "moe": {"experts_gate_up_8": 8, "experts_gate_up_16": 8}
     | {f"experts_down_{8 * at}_{slots}": 2 * slots for at, forms in enumerate(DOWN_AHEAD, 1) for slots in forms},
 }
 WIDE = re.compile(r"LDG\S*\.128")
+NOT_THE_PLAN = re.compile(r"LDG(?!\S*STRONG)\S*\.128")  # which is read before the wait too, from L2
 TOGETHER = 3  # loads that are sent after it before the first product waits for one
 
 
@@ -52,7 +54,9 @@ def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: P
         code = kernels[name]
         wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
         product = next(i for i, line in enumerate(code) if "HMMA" in line)
-        early, together = (sum(bool(WIDE.search(line)) for line in part) for part in (code[:wait], code[wait:product]))
+        weights = NOT_THE_PLAN if "down" in name else WIDE
+        early = sum(bool(weights.search(line)) for line in code[:wait])
+        together = sum(bool(WIDE.search(line)) for line in code[wait:product])
         assert early == wanted, f"{name} on {arch}: {early} loads before the wait"
         assert together >= TOGETHER, f"{name} on {arch}: {together} loads before the first product"
 
@@ -66,16 +70,36 @@ def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path, compiled:
     early, rows = (sum("LDG" in line for line in part) for part in (code[:wait], code[wait:first]))
     assert sum(bool(WIDE.search(line)) for line in code[:wait]) == 7
     assert early == 7 + 3 + 3 + 1 + 1 + 1  # the history's, one value's taps, rate and norm
-    assert rows == 16 + 2 + 4 + 2  # q or k, decay, v, gate and beta
+    assert rows == 16 + 2 + 4 + 2 + 1  # q or k, decay, v, gate and beta, four channels for the history
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
-def test_a_merge_asks_for_all_splits_at_once(arch: str, tmp_path: Path, compiled: Compiled) -> None:
-    kernels = disassembled(compiled("mla", arch)[0], tmp_path)
+@pytest.fixture(scope="module", params=["sm_90", "sm_100", "sm_120"])
+def mla(request: pytest.FixtureRequest, compiled: Compiled, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Instructions of MLA's kernels."""
+    return disassembled(compiled("mla", request.param)[0], tmp_path_factory.mktemp("mla"))
+
+
+def test_a_merge_asks_for_all_splits_at_once(mla: dict[str, list[str]]) -> None:
     for name in ("mla_merge", "mla_merge_values"):
-        code = kernels[name]
+        code = mla[name]
         wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
         wide = [i for i, line in enumerate(code) if i > wait and WIDE.search(line)]
         first = next(i for i, line in enumerate(code) if "SHFL" in line)
         assert len(wide) == 9
         assert wide[-1] < first
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "early", "together"),
+    [("mla_query_rows", WIDE, 16, 3 * 8), ("mla_query_latent", re.compile(r"LDG\S*\.64"), 32, 8)],
+)
+def test_split_queries_ask_for_weights_then_for_activations_at_once(
+    mla: dict[str, list[str]], name: str, weights: re.Pattern, early: int, together: int
+) -> None:
+    """A warp has three rows at most to norm. mla_query_latent has three ways with a wait each: that of the products."""
+    code = mla[name]
+    product = next(i for i, line in enumerate(code) if "HMMA" in line)
+    begin, wait = [0, *(i for i in range(product) if "ACQBULK" in code[i])][-2:]
+    first = next(i for i in range(wait, len(code)) if "FFMA" in code[i] or "HMMA" in code[i])
+    assert sum(bool(weights.search(line)) for line in code[begin:wait]) == early
+    assert sum("LDG" in line for line in code[wait:first]) == together

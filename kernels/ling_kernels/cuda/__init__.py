@@ -5,6 +5,8 @@ Conventions between the kernels' host sides:
   ones are never written and never read.
 - `gated`: kda_verify may leave (o, sums, eps), where o [R, P] still lacks its norm and sums [ROW_TILE, H, slices] fp32
   hold the sums of squares; `linear` applies the norm when it is given exactly that o.
+- `unnormed`: a lazy exchange_norm may leave one row's sum and norm to `linear` or `route` of exactly that h, whose
+  kernel then writes h and the new x.
 - `candidates`: head leaves (logits, values, ids, span), the best of every `span` vocabulary rows for each live row:
   values [ranges, ROW_TILE] fp32 (NaN where a logit was not finite), ids [ranges, ROW_TILE] int32.
 """

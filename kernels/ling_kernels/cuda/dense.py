@@ -18,6 +18,7 @@ from ling_kernels.cuda.tiles import (
     part_width,
     parts_for,
     router_parts,
+    row_bytes,
     sums_bytes,
     tiles_per_block,
     warps_for,
@@ -32,7 +33,7 @@ PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS = 4, 4 + MAX_SLOTS, 4 + 2 * MAX_SLOTS + 2
 PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
 DOWN_AHEAD = (9, 8), (10, 6, 5)  # slots that the forms of experts_down ask for at once, for up to 8 and 16 tokens
-MAX_HEADS = 64  # whose norms one projection can apply
+HEAD_SLICES = 8  # sums of squares of a head that lacks its norm, as in part.cu
 ASKED_PIECE, ASKERS = 16384, 8  # bytes that a thread of route_select asks for, such threads of a block: as in route.cu
 
 
@@ -42,6 +43,13 @@ class Gated(NamedTuple):
     o: Tensor
     sums: Tensor
     eps: float
+
+
+class Unnormed(NamedTuple):
+    """A row that is still to be added and normed: h, which is not there yet, and the arguments of that."""
+
+    h: Tensor
+    args: list[Argument]
 
 
 class Candidates(NamedTuple):
@@ -56,16 +64,26 @@ class Candidates(NamedTuple):
 
 class DenseOps:
     """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16; prefetch: ask
-    for the shared expert's weights while the router selects. early_norm, for measurements, without effect on any bit:
-    exchange_norm lets the next kernel start before it waits itself."""
+    for the shared expert's weights while the router selects; norm_in_router, norm_in_linear: at one row the router's
+    kernel, or that of a short projection, does the exchange_norm before it. early_norm, for measurements, without
+    effect on any bit: exchange_norm lets the next kernel start before it waits itself."""
 
     early_norm = True
 
-    def __init__(self, device: Device, gate_fp32: bool = False, prefetch: bool = True) -> None:
+    def __init__(
+        self,
+        device: Device,
+        gate_fp32: bool = False,
+        prefetch: bool = True,
+        norm_in_router: bool = False,
+        norm_in_linear: bool = False,
+    ) -> None:
         self.device = device
         self.gate_fp32 = gate_fp32
         self.prefetch = prefetch
+        self.norm_in_router, self.norm_in_linear = norm_in_router, norm_in_linear
         self.gated: Gated | None = None
+        self.unnormed: Unnormed | None = None
         self.candidates: Candidates | None = None
         self._gates: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -76,13 +94,35 @@ class DenseOps:
         return x
 
     def exchange_norm(
-        self, partial: Tensor | None, x: Tensor, weight: Tensor, eps: float, rows: int | None = None
+        self,
+        partial: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        rows: int | None = None,
+        lazy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         width = _width("hidden size", x.shape[1], MAX_WIDTH)
         total, h = (x if partial is None else torch.empty_like(x)), torch.empty_like(x)
-        args = [*parts_of(partial), x, weight, total, h, width, float(eps), int(self.early_norm)]
-        self.device.launch("exchange_norm", x.shape[0] if rows is None else rows, _threads(width), args)
+        args = [*parts_of(partial), x, weight, total, h, width, float(eps)]
+        later = lazy and rows == 1 and partial is not None and (self.norm_in_router or self.norm_in_linear)
+        self.unnormed = Unnormed(h, args) if later else None
+        if not later:
+            self._norm(args, x.shape[0] if rows is None else rows)
         return total, h
+
+    def _norm(self, args: list[Argument], rows: int) -> None:
+        width = args[-2]
+        self.device.launch("exchange_norm", rows, _threads(width), [*args, int(self.early_norm)])
+
+    def _take_unnormed(self, h: Tensor, fits: bool) -> list[Argument] | None:
+        """Sum and norm that h still lacks, for a kernel that does them; where that does not fit they are done now."""
+        unnormed, self.unnormed = self.unnormed, None
+        if unnormed is None or unnormed.h is not h:
+            return None
+        if not fits:
+            self._norm(unnormed.args, 1)
+        return unnormed.args if fits else None
 
     def linear(self, h: Tensor, weight: Tensor, rows: int | None = None, out: Tensor | None = None) -> Tensor:
         """out: where to, [R, n], for a window."""
@@ -92,7 +132,15 @@ class DenseOps:
             return reference.linear(h, weight)
         n, width = weight.shape
         out = h.new_empty(h.shape[0], n) if out is None else out
-        self._stream("linear", -(-n // 16), width, rows, [h, weight, out, rows, n, width])
+        # where a block has one trip of weights, and no multiprocessor two blocks that make the same row
+        tiles, sms = -(-n // 16), self.device.properties.num_sms
+        warps = warps_for(tiles, width, sms)
+        norm = self._take_unnormed(h, self.norm_in_linear and tiles <= sms and warps * DEPTH * CHUNK >= width)
+        if norm is None:
+            self._stream("linear", tiles, width, rows, [h, weight, out, rows, n, width])
+        else:
+            bytes_needed = sums_bytes(warps, rows) + row_bytes(width)
+            self.device.launch("linear_normed", tiles, warps * 32, [*norm, weight, out, n], bytes_needed)
         return out
 
     def linear_partial(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
@@ -111,9 +159,10 @@ class DenseOps:
         out = torch.empty(parts, h.shape[0], n, dtype=torch.float32, device=h.device)
         name, args = "linear_part", []
         if norm is not None:
-            if width % 128 or width // 128 > MAX_HEADS:
-                raise KernelError(f"KDA output of {width} values: the kernels need heads of 128, at most {MAX_HEADS}")
-            name, args = "linear_part_normed", [norm.sums, norm.sums.shape[2], float(norm.eps)]
+            if width % 128 or norm.sums.shape[2] != HEAD_SLICES:
+                text = f"KDA output of {width} values: the kernels need heads of 128, in {HEAD_SLICES} slices"
+                raise KernelError(text)
+            name, args = "linear_part_normed", [norm.sums, float(norm.eps)]
         warps = min(PART_WARPS, part // (DEPTH * CHUNK))
         args = [h, weight, out, *args, h.shape[0], rows, n, width, part]
         self.device.launch(_named(name, rows), (tiles, parts), warps * 32, args, sums_bytes(warps, rows))
@@ -157,9 +206,14 @@ class DenseOps:
         _width("hidden size", width)
         parts, warps = router_parts(gate.shape[1])
         logits = torch.empty(parts, ROW_TILE, count, dtype=torch.float32, device=h.device)
-        args = [h, gate, logits, rows, count, width, gate.shape[1], params.bias, 4 * count]
-        grid, shared_bytes = (-(-count // 16), parts), sums_bytes(warps, rows, 1)
-        self.device.launch(_named("router", rows), grid, warps * 32, args, shared_bytes)
+        grid, bytes_needed, asked = (-(-count // 16), parts), sums_bytes(warps, rows, 1), [params.bias, 4 * count]
+        norm = self._take_unnormed(h, self.norm_in_router and warps * 256 >= width)
+        if norm is None:
+            args = [h, gate, logits, rows, count, width, gate.shape[1], *asked]
+            self.device.launch(_named("router", rows), grid, warps * 32, args, bytes_needed)
+        else:
+            args = [*norm, gate, logits, count, gate.shape[1], *asked]
+            self.device.launch("router_normed", grid, warps * 32, args, bytes_needed + row_bytes(width))
         return self._select(logits, params, rows)
 
     def _select(self, logits: Tensor, params: MoeParams, rows: int) -> Routing:

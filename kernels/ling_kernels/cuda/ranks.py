@@ -53,7 +53,13 @@ class CudaRankOps(CudaOps):
         return x
 
     def exchange_norm(
-        self, partial: Tensor | None, x: Tensor, weight: Tensor, eps: float, rows: int | None = None
+        self,
+        partial: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        rows: int | None = None,
+        lazy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         if partial is None:
             return super().exchange_norm(None, x, weight, eps, rows)

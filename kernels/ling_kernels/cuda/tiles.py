@@ -96,5 +96,10 @@ def sums_bytes(warps: int, rows: int, sets: int = 2) -> int:
     return sets * warps * (8 if rows <= 8 else 16) * PITCH * 4
 
 
+def row_bytes(width: int) -> int:
+    """Shared memory for a row that a block makes itself, behind the sums: bf16, and eight zeros."""
+    return 2 * (width + 8)
+
+
 def _padded(chunks: int, at_once: int) -> int:
     return -(-chunks // at_once) * at_once

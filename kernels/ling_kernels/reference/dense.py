@@ -44,7 +44,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def exchange_norm(
-    partial: Tensor | None, x: Tensor, weight: Tensor, eps: float, rows: int | None = None
+    partial: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    rows: int | None = None,
+    lazy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     if partial is not None:
         x = (x + partial).to(x.dtype)

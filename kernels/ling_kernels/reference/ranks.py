@@ -33,7 +33,13 @@ class RankOps(ReferenceOps):
         return self.embed(torch.where(places == 0, anchor, mask), table), length + places
 
     def exchange_norm(
-        self, partial: Tensor | None, x: Tensor, weight: Tensor, eps: float, rows: int | None = None
+        self,
+        partial: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        rows: int | None = None,
+        lazy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         return dense.exchange_norm(None if partial is None else self._sum(partial), x, weight, eps, rows)
 

@@ -157,6 +157,11 @@ inline T atomicMax(T* at, T by) {
 
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
+inline u32 __byte_perm(u32 x, u32 y, u32 which) {
+  u32 out = 0;
+  for (int i = 0; i < 4; ++i) out |= u32((u64(y) << 32 | x) >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return out;
+}
 inline int __ffs(u32 x) { return __builtin_ffs(int(x)); }
 inline float __uint_as_float(u32 x) { float f; std::memcpy(&f, &x, 4); return f; }
 inline u32 __float_as_uint(float x) { u32 u; std::memcpy(&u, &x, 4); return u; }
@@ -222,6 +227,7 @@ inline void load_weights_into(uint4& to, const void* from, bool live) {
   if (live) to = load_weights(from, true);
 }
 inline uint4 load_activations(const void* from) { return load_weights(from, true); }
+inline void load_activations_into(uint4& to, const void* from, bool live) { load_weights_into(to, from, live); }
 inline uint4 load16(const void* from, bool live = true) { return load_weights(from, live); }
 inline float load_settled(const float* from) { return *from; }
 inline i64 load_settled(const i64* from) { return *from; }
@@ -257,7 +263,9 @@ inline void let_next_start_early() {
 }
 
 inline void settle_here(int&) {}
-inline void settle_here(const bf16*&) {}
+inline void settle_here(float&) {}
+template <class T>
+inline void settle_here(T*&) {}
 
 inline float warp_sum(float x) {
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(ALL, x, step);
@@ -285,6 +293,7 @@ inline u32 ordered(float x) {
 
 // Copies in the background: emulator::copy does them at once or, in other orders, when they are waited for.
 inline void copy16(void* to, const void* from) { emulator::copy(to, from, 16); }
+inline void copy8(void* to, const void* from) { *static_cast<uint2*>(to) = load_settled(static_cast<const uint2*>(from)); }
 inline void copies_commit() { emulator::commit(); }
 template <int pending>
 inline void copies_wait() { emulator::copies_wait(pending); }

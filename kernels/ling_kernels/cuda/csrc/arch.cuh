@@ -80,6 +80,16 @@ __device__ __forceinline__ uint4 load_activations(const void* from) {
   return v;
 }
 
+// The same into a register that keeps what it holds where `live` is false.
+__device__ __forceinline__ void load_activations_into(uint4& to, const void* from, bool live) {
+  asm volatile(
+      "{ .reg .pred p;\n"
+      "  setp.ne.b32 p, %5, 0;\n"
+      "  @p ld.global.v4.b32 {%0,%1,%2,%3}, [%4]; }\n"
+      : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
+      : "l"(from), "r"(int(live)));
+}
+
 // The same for four bf16, 8-byte aligned, and for one.
 __device__ __forceinline__ uint2 load_activations4(const bf16* from) {
   uint2 v;
@@ -158,7 +168,11 @@ __device__ __forceinline__ void let_next_start_early() {
 // Have a number or an address worked out where this stands in the program, before the wait, rather than where it is
 // first used.
 __device__ __forceinline__ void settle_here(int& x) { asm volatile("" : "+r"(x)); }
-__device__ __forceinline__ void settle_here(const bf16*& x) { asm volatile("" : "+l"(x)); }
+__device__ __forceinline__ void settle_here(float& x) { asm volatile("" : "+f"(x)); }
+template <class T>
+__device__ __forceinline__ void settle_here(T*& x) {
+  asm volatile("" : "+l"(x));
+}
 
 // ---- warp ------------------------------------------------------------------------------------------------------
 
@@ -232,6 +246,10 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta
 // 16 bytes from global to shared memory, both 16-byte aligned. In flight until copies_wait.
 __device__ __forceinline__ void copy16(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+// The same for 8 bytes.
+__device__ __forceinline__ void copy8(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most `pending` of this thread's youngest groups are in flight; a block barrier makes them visible to all.

@@ -332,26 +332,32 @@ __device__ __forceinline__ void attend(const Attend& job, int split, float scale
   const int opening = split * low, closing = min(limit, opening + low);
   bool early = opening < closing && min(closing, opening + KEYS) <= job.before;
   if (early) attend_fetch_keys(job, opening, closing, s);
+  auto begin_pass = [&](int size, int end) {  // which keys each query sees in it: a division, before the wait for the first
+    if (tid >= TILES * 16) return;
+    const int own = job.limit(job.first + tid);
+    s.live[tid] = attend_split(own) == size ? min(own, end) : 0;
+  };
+  begin_pass(low, min(limit, (split + 1) * low));
+  if (tid < TILES * 16) s.top[tid] = -infinity(), s.sum[tid] = 0.0f;
   let_next_start_early();
   wait_for_producer();
+  auto fetch_queries = [&] {
+#pragma unroll
+    for (int part = 0; part < BUFFERS; part++) attend_fetch_queries(job, part, s);
+  };
+  if (early) fetch_queries();  // before all else
 
-  if (tid < TILES * 16) s.top[tid] = -infinity(), s.sum[tid] = 0.0f;
   float acc[TILES][8][4] = {};
   bool again = false;
 #pragma unroll 1
   for (int size = low; size <= high; size += max(high - low, 1)) {
     const int end = min(limit, (split + 1) * size);
-    if (tid < TILES * 16) {
-      const int own = job.limit(job.first + tid);
-      s.live[tid] = attend_split(own) == size ? min(own, end) : 0;
-    }
+    if (size > low) begin_pass(size, end);
 #pragma unroll 1
     for (int first = split * size; first < end; first += KEYS) {
       if (again) __syncthreads();  // the chunk before is done with
-      if (!early) attend_fetch_keys(job, first, end, s);
+      if (!early) attend_fetch_keys(job, first, end, s), fetch_queries();
       early = false;
-#pragma unroll
-      for (int part = 0; part < BUFFERS; part++) attend_fetch_queries(job, part, s);
       AttendScores<KEYS, TILES> c = {};
       copies_wait<BUFFERS - 1>();
       __syncthreads();
@@ -391,22 +397,39 @@ struct MergeShared {
   uint2 stats[ATTEND_SPLITS];  // maximum and sum of weights of each split
 };
 
-// Merge COLUMNS values of one query, from `begin` on, into as many of `out`, by MERGE_THREADS<COLUMNS> threads. limit: the
-// keys that it sees; all: queries that a split has room for.
+// Where a thread of a merge reads: worked out before the wait, a division among it. limit: keys that the query sees; all:
+// queries that a split has room for; begin: first column.
 template <int COLUMNS>
-__device__ __forceinline__ void attend_merge(const bf16* partial, const float* stats, int query, int all, int limit,
-                                             int begin, bf16* out, MergeShared<COLUMNS>& s) {
-  const int tid = threadIdx.x, lane = tid % WARP, run = tid / (COLUMNS / 8), column = tid % (COLUMNS / 8) * 8;
-  const int size = attend_split(limit), num = (limit + size - 1) / size;
-  if (tid < ATTEND_SPLITS) {
-    s.stats[tid] = load_activations4(reinterpret_cast<const bf16*>(stats + 2 * (i64(min(tid, num - 1)) * all + query)));
+struct MergePlaces {
+  int num;  // splits
+  const bf16 *stats, *part[MERGE_RUN];
+
+  __device__ __forceinline__ MergePlaces(const bf16* partial, const float* all_stats, int query, int all, int limit,
+                                         int begin) {
+    const int tid = threadIdx.x, size = attend_split(limit), first = tid / (COLUMNS / 8) * MERGE_RUN;
+    num = (limit + size - 1) / size;
+    stats = reinterpret_cast<const bf16*>(all_stats + 2 * (min(tid, num - 1) * all + query));
+    settle_here(num), settle_here(stats);
+#pragma unroll
+    for (int i = 0; i < MERGE_RUN; i++) {
+      const int split = min(first + i, num - 1);
+      part[i] = partial + (split * all + query) * MLA_LATENT + begin + tid % (COLUMNS / 8) * 8;
+      settle_here(part[i]);
+    }
   }
+};
+
+// Merge COLUMNS values of one query into as many of `out`, by MERGE_THREADS<COLUMNS> threads.
+template <int COLUMNS>
+__device__ __forceinline__ void attend_merge(const MergePlaces<COLUMNS>& from, bf16* out, MergeShared<COLUMNS>& s) {
+  const int tid = threadIdx.x, lane = tid % WARP, run = tid / (COLUMNS / 8), column = tid % (COLUMNS / 8) * 8;
+  const int num = from.num;
+  if (tid < ATTEND_SPLITS) copy8(&s.stats[tid], from.stats);  // a store would come before the last of the loads
+  copies_commit();
   uint4 part[MERGE_RUN];
 #pragma unroll
-  for (int i = 0; i < MERGE_RUN; i++) {
-    const int n = run * MERGE_RUN + i;
-    part[i] = load_activations(partial + (i64(min(n, num - 1)) * all + query) * MLA_LATENT + begin + column);
-  }
+  for (int i = 0; i < MERGE_RUN; i++) part[i] = load_activations(from.part[i]);
+  if (tid < ATTEND_SPLITS) copies_wait<0>();  // in a branch: otherwise it is waited for before the last of the loads
   __syncthreads();  // also for the assembler: without it most means are asked for only when the maxima are there
   float2 found[MERGE_LANES];
 #pragma unroll

@@ -32,18 +32,19 @@ __device__ __forceinline__ const Mail& mail_at(i64 mail) { return *reinterpret_c
 template <int N>
 __device__ __forceinline__ void exchange_norm(i64 mail, const Partial& partial, const bf16* x, const bf16* weight,
                                               bf16* x_out, bf16* h, int width, float eps, int early) {
-  __shared__ float warps[WARP];
+  __shared__ __align__(16) float warps[WARP];
   const int at = threadIdx.x * 8;
   const bool inside = at < width;
   const uint4 w = load_weights(weight + at, inside && weight != nullptr);
+  const i64 base = i64(blockIdx.x) * width + at;
+  const Partial::Places places = partial.places(base, inside);
   if (early != 0) let_next_start_early();
   wait_for_producer();
   if (early == 0) let_next_start();
-  const i64 base = i64(blockIdx.x) * width + at;
   Swap<N> swap(mail_at(mail), blockIdx.x);
   const uint4 before = load16(x + base, inside && x != nullptr);
   float sum[8];
-  partial.read(sum, base, inside);
+  partial.read(sum, places, base, inside);
   const uint4 own = pack(sum);  // all ranks add the same bits
   sum_row<N>(mail_at(mail), own, inside, sum, swap);
   add_and_norm(sum, inside, base, before, w, weight != nullptr, x_out, h, width, eps, warps);
@@ -189,7 +190,7 @@ extern "C" __global__ void embed_part(const i64* ids, const i64* anchor, const i
 // parts [ranks, rows, width], the rest as exchange_norm. Grid: rows.
 extern "C" __global__ void gathered_norm(const bf16* parts, int ranks, i64 pitch, const bf16* x, const bf16* weight,
                                          bf16* x_out, bf16* h, int width, float eps) {
-  __shared__ float warps[WARP];
+  __shared__ __align__(16) float warps[WARP];
   const int at = threadIdx.x * 8;
   const bool inside = at < width;
   const uint4 w = load_weights(weight + at, inside && weight != nullptr);

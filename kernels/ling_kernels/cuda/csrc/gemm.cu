@@ -1,17 +1,17 @@
 // Projections, the dense MLP's first half and the language-model head.
 #include "gemm.cuh"
+#include "norm.cuh"
 
 template <int NT>
 struct StoreRows {
   bf16* out;
   int n, live;
+  Own<NT, 16> own;
 
   __device__ __forceinline__ void expect(int) {}
   __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
-    for (u32 o = threadIdx.x; o < live * 16; o += blockDim.x) {
-      const int token = o / 16, row = tile * 16 + o % 16;
-      if (row < n) out[i64(token) * n + row] = to_bf16(sums.at(token, o % 16));
-    }
+    const int row = tile * 16 + own.value;
+    own.each(row < n ? live : 0, [&](int token, int at) { out[token * n + row] = to_bf16(sums.at(at)); });
   }
   __device__ __forceinline__ void finish() {}
 };
@@ -21,14 +21,15 @@ struct StoreSwiglu {
   bf16* out;
   int inner, live;
   float limit;
+  Own<NT, 8> own;
 
   __device__ __forceinline__ void expect(int) {}
   __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
-    for (u32 o = threadIdx.x; o < live * 8; o += blockDim.x) {
-      const int token = o / 8, row = tile * 8 + o % 8;
-      const float value = swiglu(sums.at(token, o % 8), sums.at(token, o % 8 + 8), limit);
-      if (row < inner) out[token * inner + row] = to_bf16(value);
-    }
+    const int row = tile * 8 + own.value;
+    own.each(row < inner ? live : 0, [&](int token, int at) {
+      const float2 sum = sums.at(at, own.up(token));
+      out[token * inner + row] = to_bf16(swiglu(sum.x, sum.y, limit));
+    });
   }
   __device__ __forceinline__ void finish() {}
 };
@@ -52,7 +53,7 @@ struct StoreLogits {
     for (u32 o = threadIdx.x; o < live * 16; o += blockDim.x) {
       const int token = o / 16, row = tile * 16 + o % 16;
       if (row >= n) continue;
-      const float logit = sums.at(token, o % 16);
+      const float logit = sums.at(Sums<NT>::place(token, o % 16));
       out[i64(token) * n + row] = logit;
       if (!(fabsf(logit) < infinity())) best[o] = not_a_number();  // comparisons with it are false: it stays
       if (logit > best[o]) best[o] = logit, best_id[o] = row;
@@ -81,6 +82,7 @@ struct GateUp {
   const bf16* weight;
   int inner, width, per;
   static constexpr int step = 1;
+  static constexpr bool ONE = false;
 
   __device__ __forceinline__ int first() const { return blockIdx.x * per; }
   __device__ __forceinline__ int end() const { return min((inner + 7) / 8, first() + per); }
@@ -98,6 +100,15 @@ __device__ __forceinline__ void linear(
   StoreRows<NT> store = {out, n, live};
   stream_tiles<NT>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store);
 }
+
+// One row that every block makes for itself.
+struct NormedRow : Tokens {
+  RowToNorm made;
+
+  __device__ __forceinline__ static uint4 load(const bf16* from) { return *reinterpret_cast<const uint4*>(from); }
+  __device__ __forceinline__ void ask() { made.ask(); }
+  __device__ __forceinline__ void make() { made.make(blockIdx.x); }
+};
 
 template <int NT>
 __device__ __forceinline__ void mlp_gate_up(
@@ -124,6 +135,19 @@ __device__ __forceinline__ void head(
   }
 LINEAR(linear_8, 1)
 LINEAR(linear_16, 2)
+
+// The same for one row that exchange_norm's arguments make: x_out and h are written, too. Grid: ceil(n / 16). Shared: behind
+// the sums the row, k + 8 values.
+extern "C" __global__ void __launch_bounds__(512, 1) linear_normed(
+    const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int k, float eps,
+    const bf16* w, bf16* out, int n) {
+  DYNAMIC_SHARED(shared);
+  __shared__ __align__(16) float warps[WARP];
+  bf16* row = reinterpret_cast<bf16*>(sums_of<1>(reinterpret_cast<float*>(shared), 2));
+  const RowToNorm made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};
+  StoreRows<1> store = {out, n, 1};
+  stream_tiles<1>(Matrix{w, n, k, 1}, NormedRow{{row, k, k, 1}, made}, Plain{}, store);
+}
 
 // x [*, k], w [2 inner, k] rows gate‖up -> out [*, inner]. Grid: ceil(inner / 8 / per).
 #define MLP_GATE_UP(NAME, NT)                                                                                     \

@@ -62,26 +62,31 @@ __device__ __forceinline__ void multiply(float (&sums)[NT][4], const Chunk& w, c
   }
 }
 
-// Tokens: the first `rows` of x [*, width], pitch values apart.
+// Tokens: the first `rows` of x [*, width], pitch values apart. ask() comes before the wait and make() after it, where a
+// kernel makes its tokens itself.
 struct Tokens {
   const bf16* x;
   int width, pitch, rows;
+
+  __device__ __forceinline__ static uint4 load(const bf16* from) { return load_activations(from); }
+  __device__ __forceinline__ void ask() {}
+  __device__ __forceinline__ void make() {}
 };
 
-template <int NT>
-__device__ __forceinline__ void load_tokens(uint4 (&to)[NT], const Tokens& tokens, int k) {
+template <int NT, class Input>
+__device__ __forceinline__ void load_tokens(uint4 (&to)[NT], const Input& tokens, int k) {
   const int group = threadIdx.x % WARP / 4;
   const bool inside = k < tokens.width;
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     const int token = n * 8 + group;
     const bf16* from = tokens.x + (token < tokens.rows ? token : 0) * tokens.pitch + (inside ? k : 0);
-    const uint4 v = load_activations(from);
+    const uint4 v = Input::load(from);
     to[n] = inside ? v : make_uint4(0, 0, 0, 0);
   }
 }
 
-// What all warps summed for one tile: at(token, row) adds them in the order of the warps. A warp's sums lie row by
+// What all warps summed for one tile: at(place(token, row)) adds them in the order of the warps. A warp's sums lie row by
 // row, each row turned by its own even number of tokens, so that neither pairs of tokens when they are written nor 16
 // rows of two tokens when they are read meet in a bank.
 template <int NT>
@@ -104,21 +109,48 @@ struct Sums {
     }
   }
 
-  // Four warps' sums are asked for before the first is added.
-  __device__ __forceinline__ float at(u32 token, u32 row) const {
-    constexpr int GROUP = 4;
-    const int warps = blockDim.x / WARP;
-    const float* from = all + place(token, row);
-    float total = 0.0f;
-#pragma unroll 1
-    for (int first = 0; first < warps; first += GROUP) {
-      float part[GROUP];
+  // Sums of up to GROUP warps are asked for before the first is added: four, or all that a block may have.
+  template <int GROUP>
+  __device__ __forceinline__ float add(const float* from, int warps) const {
+    float part[GROUP], total = 0.0f;
 #pragma unroll
-      for (int i = 0; i < GROUP; ++i) part[i] = first + i < warps ? from[(first + i) * SIZE] : 0.0f;
+    for (int i = 0; i < GROUP; ++i) part[i] = i < warps ? from[i * SIZE] : 0.0f;
 #pragma unroll
-      for (int i = 0; i < GROUP; ++i) total += part[i];
-    }
+    for (int i = 0; i < GROUP; ++i) total += part[i];
     return total;
+  }
+  __device__ __forceinline__ float at(u32 place) const {
+    const int warps = blockDim.x / WARP;
+    return warps <= 4 ? add<4>(all + place, warps) : add<16>(all + place, warps);
+  }
+  __device__ __forceinline__ float2 at(u32 place, u32 other) const {  // at the same time
+    const int warps = blockDim.x / WARP;
+    if (warps <= 4) return make_float2(add<4>(all + place, warps), add<4>(all + other, warps));
+    return make_float2(add<16>(all + place, warps), add<16>(all + other, warps));
+  }
+};
+
+// What a thread stores of a tile that has R values for each token: always the same value, of every so many tokens. Worked
+// out before the wait, for behind the last barrier of a short kernel each instruction is waited for.
+template <int NT, int R>
+struct Own {
+  int value, first, step, place;
+
+  __device__ __forceinline__ Own() : value(threadIdx.x % R), first(threadIdx.x / R), step(blockDim.x / R) {
+    place = Sums<NT>::place(first, value);
+    settle_here(value), settle_here(first), settle_here(place);
+  }
+  // Of the value eight further.
+  __device__ __forceinline__ int up(int token) const { return Sums<NT>::place(token, value + 8); }
+  // f(token, place of its sum)
+  template <class F>
+  __device__ __forceinline__ void each(int live, const F& f) const {
+    int at = place;
+#pragma unroll 1
+    for (int token = first; token < live; at = Sums<NT>::place(token, value)) {
+      f(token, at);
+      token += step;
+    }
   }
 };
 
@@ -132,19 +164,21 @@ __device__ __forceinline__ float* sums_of(float* shared, int parity) {
 struct Plain {
   static constexpr bool SCALED = false;
   __device__ __forceinline__ void prepare() const {}
+  __device__ __forceinline__ void ask(int) const {}
 };
 
 // Walk this block's tiles. Source: first(), step, width (of a weight row); place(tile), where that is; early(tile): may
-// its weights be loaded before the wait; after the wait ask(place), which may load what rows(place, g) needs, and end().
-// Factor, if it is SCALED, for widths of whole spans: of(token, span). Epilogue: expect(place) while the tile's weights
+// its weights be loaded before the wait; after the wait ask(place), which may load what rows(place, g) needs, and end();
+// ONE: there is one tile. Factor, if it is SCALED, for widths of whole spans: prepare() before the wait, ask(span) after it
+// with the span's weights, then take() and of(token). Epilogue: expect(place) while the tile's weights
 // are on their way; operator()(place, Sums) by all threads after a barrier; finish() at the end. Shared memory: sums_of.
 //
 // A warp has one span on its way. Right after its products are sent, so is for the next one, weights and tokens, over
 // the seam between two tiles as well: all that a warp waits for is memory. A width that is not made of whole spans is
 // walked span by span without that.
-template <int NT, class Source, class Factor, class Epilogue>
+template <int NT, class Source, class Input, class Factor, class Epilogue>
 __device__ __forceinline__ void stream_tiles(
-    const Source& source, const Tokens& tokens, const Factor& factor, Epilogue& epilogue) {
+    const Source& source, Input tokens, Factor factor, Epilogue& epilogue) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
   const int group = lane / 4, column = lane % 4 * 8, first = warp * SPAN, hop = warps * SPAN;
@@ -166,21 +200,22 @@ __device__ __forceinline__ void stream_tiles(
   };
   auto activations = [&](int s) {
 #pragma unroll
-    for (int n = 0; n < NT; ++n) x[s][n] = load_activations(token[n] + s * CHUNK);
+    for (int n = 0; n < NT; ++n) x[s][n] = Input::load(token[n] + s * CHUNK);
   };
   auto first_activations = [&] {
     if (!busy) return;
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s) activations(s);
+    factor.ask(warp);
   };
-  auto start = [&] {
+  auto start = [&](bool live) {
     rows = source.rows(now, group).moved(first + column);
 #pragma unroll
-    for (int s = 0; s < DEPTH; ++s) weights(s, busy);
+    for (int s = 0; s < DEPTH; ++s) weights(s, busy && live);
   };
 
   const bool early = source.early(tile);
-  if (early) start();
+  if (early) start(true);
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     const int row = n * 8 + group;
@@ -188,22 +223,18 @@ __device__ __forceinline__ void stream_tiles(
     settle_here(token[n]);
   }
 
+  tokens.ask();
+  factor.prepare();
   wait_for_producer();
   let_next_start();
-  if (early) {
-    first_activations();
-  } else {
-    source.ask(now);
-  }
+  tokens.make();
+  if (!early) source.ask(now);
+  first_activations();
   const int end = source.end();
-  if (!early && tile < end) {
-    start();
-    first_activations();
-  }
-  factor.prepare();
+  if (!early) start(tile < end);
 
-  // The products of the span that is there, and for the one where rows and token point in its place.
-  auto turn = [&](int span, bool live) {
+  // The products of the span that is there, and for the one where rows and token point, `next`, in its place.
+  auto turn = [&](int next, bool live, bool goes_on) {
     float fresh[NT][4] = {}, fresher[NT][4] = {};
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s) {
@@ -212,24 +243,30 @@ __device__ __forceinline__ void stream_tiles(
       } else {
         multiply(sums, more, w[s], x[s], zero);
       }
+      if (!goes_on) continue;
       weights(s, live);
       activations(s);
     }
     if constexpr (Factor::SCALED) {
+      factor.take();
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          sums[n][i] += factor.of(n * 8 + lane % 4 * 2 + i % 2, span) * (fresh[n][i] + fresher[n][i]);
+          sums[n][i] += factor.of(n * 8 + lane % 4 * 2 + i % 2) * (fresh[n][i] + fresher[n][i]);
         }
       }
+      if (goes_on) factor.ask(next);
     }
   };
 
   for (int parity = 0; tile < end; parity ^= 1) {
     epilogue.expect(now);
-    auto next = source.place(tile + source.step);
-    source.ask(next);
+    auto next = now;
+    if constexpr (!Source::ONE) {
+      next = source.place(tile + source.step);
+      source.ask(next);
+    }
     if constexpr (!Factor::SCALED) {
       const int chunks = (source.width + CHUNK - 1) / CHUNK;
 #pragma unroll 1
@@ -245,12 +282,14 @@ __device__ __forceinline__ void stream_tiles(
       rows = rows.moved(hop);
 #pragma unroll
       for (int n = 0; n < NT; ++n) token[n] += hop;
-      turn(k / SPAN, true);
+      turn(k / SPAN + warps, true, true);
     }
-    rows = source.rows(next, group).moved(first + column);
+    if constexpr (!Source::ONE) {
+      rows = source.rows(next, group).moved(first + column);
 #pragma unroll
-    for (int n = 0; n < NT; ++n) token[n] += first - k;
-    if (busy) turn(k / SPAN, tile + source.step < end);
+      for (int n = 0; n < NT; ++n) token[n] += first - k;
+    }
+    if (busy) turn(warp, tile + source.step < end, !Source::ONE);
 
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
@@ -261,6 +300,7 @@ __device__ __forceinline__ void stream_tiles(
     all.put(warp, sums);
     __syncthreads();
     epilogue(now, all);
+    if constexpr (Source::ONE) break;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
 #pragma unroll
@@ -276,6 +316,7 @@ struct Matrix {
   const bf16* weight;
   int n, width, per;
   static constexpr int step = 1;
+  static constexpr bool ONE = false;
 
   __device__ __forceinline__ int first() const { return blockIdx.x * per; }
   __device__ __forceinline__ int end() const { return min((n + 15) / 16, first() + per); }

@@ -28,14 +28,16 @@ struct KdaVerify {
 };
 
 // What a thread makes of the window. A warp has four channels a lane of q or of k, in rows `place`, + 4, ..; and of the
-// decay in rows `warp`, + 8. A thread has one value column of row `row`: v, gate, output. All of it is asked for at once.
+// decay in rows `fade`, + 8. A thread has one value column of row `row`: v, gate, output. All of it is asked for at once.
+// Row 0's q, k, decay and v are four warps': one row is the longest of them instead of their sum.
 constexpr int KDA_PLACES = KDA_WARPS / 2, KDA_ROUNDS = ROW_TILE / KDA_PLACES;
 
 struct KdaOwn {
-  int head, slice, lane, warp, part, place, row, column;
+  int head, slice, lane, warp, part, place, fade, row, column;
   __device__ KdaOwn(int head, int slice)
       : head(head), slice(slice), lane(threadIdx.x % WARP), warp(threadIdx.x / WARP), part(warp / KDA_PLACES),
-        place(warp % KDA_PLACES), row(threadIdx.x / KDA_SLICE), column(threadIdx.x % KDA_SLICE) {}
+        place(warp % KDA_PLACES), fade((warp + KDA_WARPS - 1) % KDA_WARPS),
+        row((threadIdx.x / KDA_SLICE + ROW_TILE - 4) % ROW_TILE), column(threadIdx.x % KDA_SLICE) {}
   __device__ int channels() const { return head * KDA_HEAD + 4 * lane; }
   __device__ int value() const { return head * KDA_HEAD + slice * KDA_SLICE + column; }
 };
@@ -59,33 +61,46 @@ __device__ __forceinline__ void kda_load_history(KdaLoaded& to, const KdaSource&
   }
 }
 
+// Where a thread's share of the window's rows begins: worked out before the wait.
+struct KdaPlaces {
+  const bf16 *qk, *decay, *value, *beta;  // rows place - 3, fade, row - 3, row
+
+  __device__ __forceinline__ KdaPlaces(const KdaSource& source, const KdaOwn& own) {
+    const int inner = source.inner(), width = source.width();
+    qk = source.proj + (own.place - 3) * width + own.part * inner + own.channels();
+    decay = source.proj + own.fade * width + 3 * inner + own.channels();
+    value = source.proj + (own.row - 3) * width + 2 * inner + own.value();
+    beta = source.proj + own.row * width + 5 * inner + own.head;
+    settle_here(qk), settle_here(decay), settle_here(value), settle_here(beta);
+  }
+};
+
+// Rounds of q and k after the first, and the decay's second, stand behind one branch each: one row passes them by.
 template <bool EVEN>
-__device__ __forceinline__ void kda_load_window(KdaLoaded& to, const KdaSource& source, const KdaOwn& own, int rows) {
+__device__ __forceinline__ void kda_load_window(KdaLoaded& to, const KdaSource& source, const KdaOwn& own,
+                                                const KdaPlaces& from, int rows) {
   const int inner = source.inner(), width = source.width();
-  const bf16* channels = source.proj + own.channels();
-  const int qk = (own.place - 3) * width + own.part * inner;
-#pragma unroll
-  for (int i = 0; i < KDA_ROUNDS; i++) {
-    if (own.place + KDA_PLACES * i < rows) {
-#pragma unroll
-      for (int t = 0; t < 4; t++) {
-        if (i > 0 || own.place + t >= 3) to.qk[i][t] = kda_four<EVEN>(channels + (qk + (KDA_PLACES * i + t) * width));
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < ROW_TILE / KDA_WARPS; i++) {
-    const int row = own.warp + KDA_WARPS * i;
-    if (row < rows) to.decay[i] = kda_four<EVEN>(channels + (row * width + 3 * inner));
-  }
-  if (own.row < rows) {
-    const bf16* value = source.proj + own.value();
+  auto round = [&](int i) {
+    if (own.place + KDA_PLACES * i >= rows) return;
 #pragma unroll
     for (int t = 0; t < 4; t++) {
-      if (own.row + t >= 3) to.v[t] = load_activation(value + ((own.row + t - 3) * width + 2 * inner));
+      if (i > 0 || own.place + t >= 3) to.qk[i][t] = kda_four<EVEN>(from.qk + (KDA_PLACES * i + t) * width);
     }
-    to.gate = load_activation(value + (own.row * width + 4 * inner));
-    if (own.column == 0) to.beta = load_activation(source.proj + (own.row * width + 5 * inner + own.head));
+  };
+  round(0);
+  if (own.fade < rows) to.decay[0] = kda_four<EVEN>(from.decay);
+  if (own.row < rows) {
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+      if (own.row + t >= 3) to.v[t] = load_activation(from.value + t * width);
+    }
+    to.gate = load_activation(from.value + (3 * width + 2 * inner));
+    if (own.column == 0) to.beta = load_activation(from.beta);
+  }
+  if (rows > KDA_PLACES) {
+#pragma unroll
+    for (int i = 1; i < KDA_ROUNDS; i++) round(i);
+    if (own.fade + KDA_WARPS < rows) to.decay[1] = kda_four<EVEN>(from.decay + KDA_WARPS * width);
   }
 }
 
@@ -101,7 +116,7 @@ __device__ __forceinline__ void kda_join(KdaLoaded& to, const KdaOwn& own) {
 // What commit needs, by the threads that do not walk; k, decay and beta of a row are written by one of the head's blocks.
 template <bool EVEN>
 __device__ __forceinline__ void kda_stage(const KdaVerify& job, const KdaOwn& own, const KdaVerifyShared& s) {
-  constexpr int THREADS = KDA_THREADS - KDA_WALKERS, QUARTERS = KDA_SLICE / 4, EACH = EVEN ? 4 : 1;
+  constexpr int THREADS = KDA_THREADS - KDA_WALKERS, QUARTERS = KDA_SLICE / 4;
   const int heads = job.source.heads, inner = job.source.inner(), at = threadIdx.x - KDA_WALKERS;
   auto record = [&](int row) { return job.records + (i64(row) * heads + own.head) * KDA_RECORD; };
   auto copy = [](float* to, const float* from) {
@@ -116,19 +131,37 @@ __device__ __forceinline__ void kda_stage(const KdaVerify& job, const KdaOwn& ow
     const int row = at / QUARTERS, c = at % QUARTERS * 4;
     copy(record(row) + KDA_V + own.slice * KDA_SLICE + c, &s.v[row][c]);
   }
-  constexpr int PIECES = KDA_SLICE / EACH;  // of a slice's channels in one part of a row
-  for (int i = at; i < job.rows * 3 * PIECES; i += THREADS) {
-    const int row = i / (3 * PIECES), part = i / PIECES % 3;
-    const int channel = part * inner + own.head * KDA_HEAD + own.slice * KDA_SLICE + i % PIECES * EACH;
-    const bf16* from = job.source.projected(row) + channel;
-    bf16* to = job.raw + i64(row) * 3 * inner + channel;
-    if (EVEN) {
-      *reinterpret_cast<uint2*>(to) = load_activations4(from);
-    } else {
-      *to = load_activation(from);
-    }
+  if (EVEN) return;  // the rows as they came are on their way (KdaPiece)
+  for (int i = at; i < job.rows * 3 * KDA_SLICE; i += THREADS) {
+    const int row = i / (3 * KDA_SLICE), part = i / KDA_SLICE % 3;
+    const int channel = part * inner + own.head * KDA_HEAD + own.slice * KDA_SLICE + i % KDA_SLICE;
+    job.raw[i64(row) * 3 * inner + channel] = load_activation(job.source.projected(row) + channel);
   }
 }
+
+// A thread's four channels of the window's rows as they came, which commit puts into the history: asked for with all else.
+// The last threads have the first rows, whose q, k, decay and v are made by others.
+struct KdaPiece {
+  static constexpr int QUARTERS = KDA_SLICE / 4;
+  static_assert(ROW_TILE * 3 * QUARTERS <= KDA_THREADS, "one for each thread at most");
+  bool live;
+  const bf16* from;
+  bf16* to;
+  uint2 x;
+
+  __device__ __forceinline__ KdaPiece(const KdaSource& source, const KdaOwn& own, bf16* raw, int rows) {
+    const int at = KDA_THREADS - 1 - int(threadIdx.x), row = at / (3 * QUARTERS), part = at / QUARTERS % 3;
+    const int channel = part * source.inner() + own.head * KDA_HEAD + own.slice * KDA_SLICE + at % QUARTERS * 4;
+    live = row < rows, from = source.projected(row) + channel, to = raw + row * 3 * source.inner() + channel;
+    settle_here(from), settle_here(to);
+  }
+  __device__ __forceinline__ void load() {
+    if (live) x = load_activations4(from);
+  }
+  __device__ __forceinline__ void store() const {
+    if (live) *reinterpret_cast<uint2*>(to) = x;
+  }
+};
 
 struct KdaVerifyRows {
   const KdaVerifyShared& s;
@@ -155,28 +188,37 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
   const float4 bias = load_settled(reinterpret_cast<const float4*>(job.dt_bias + own.channels()));
   const float a_log = load_settled(job.a_log + head);
   const bf16 norm = load_settled(job.o_norm + slice * KDA_SLICE + own.column);
+  const KdaPlaces places(source, own);
+  bf16* to_out = job.out + own.row * inner + own.value();
+  float* to_sums = job.sums + (own.row * source.heads + head) * KDA_SLICES + slice;
+  settle_here(to_out), settle_here(to_sums);
+  KdaPiece piece(source, own, job.raw, rows);
   let_next_start_early();  // out_proj reads weights alone before its own wait
   wait_for_producer();
-  kda_load_window<EVEN>(loaded, source, own, rows);
+  kda_load_window<EVEN>(loaded, source, own, places, rows);
+  if (EVEN) piece.load();
   kda_join(loaded, own);
 
-#pragma unroll
-  for (int i = 0; i < KDA_ROUNDS; i++) {
+  auto mix = [&](int i) {
     const int row = own.place + KDA_PLACES * i;
-    if (row < rows) {
-      const uint2(&raw)[4] = loaded.qk[i];
-      const float4 x = kda_mixed(raw[0], raw[1], raw[2], raw[3], taps);
-      float* to = own.part == 0 ? s.q[row] : s.k[row];
-      *reinterpret_cast<float4*>(to + 4 * own.lane) = kda_unit(x, own.part == 0 ? KDA_Q_LENGTH : 1.0f);
-    }
-  }
-  const float rate = expf(a_log);
+    if (row >= rows) return;
+    const uint2(&raw)[4] = loaded.qk[i];
+    const float4 x = kda_mixed(raw[0], raw[1], raw[2], raw[3], taps);
+    float* to = own.part == 0 ? s.q[row] : s.k[row];
+    *reinterpret_cast<float4*>(to + 4 * own.lane) = kda_unit(x, own.part == 0 ? KDA_Q_LENGTH : 1.0f);
+  };
+  mix(0);
+  auto fade = [&](int i) {
+    const int row = own.fade + KDA_WARPS * i;
+    if (row >= rows) return;
+    const float rate = expf(a_log);
+    *reinterpret_cast<float4*>(s.decay[row] + 4 * own.lane) = kda_decay(loaded.decay[i], bias, rate, source.lower_bound);
+  };
+  fade(0);
+  if (rows > KDA_PLACES) {
 #pragma unroll
-  for (int i = 0; i < ROW_TILE / KDA_WARPS; i++) {
-    const int row = own.warp + KDA_WARPS * i;
-    if (row < rows) {
-      *reinterpret_cast<float4*>(s.decay[row] + 4 * own.lane) = kda_decay(loaded.decay[i], bias, rate, source.lower_bound);
-    }
+    for (int i = 1; i < KDA_ROUNDS; i++) mix(i);
+    fade(1);
   }
   const bool live = own.row < rows;
   float gate = 0.0f;
@@ -187,6 +229,7 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
     gate = kda_open(to_float(loaded.gate)) * to_float(norm);
     if (own.column == 0) s.beta[own.row] = kda_open(to_float(loaded.beta));
   }
+  if (EVEN) piece.store();
   __syncthreads();
   if (walks) {
     kda_walk<true>(state, rows, KdaVerifyRows{s}, [&](int row, float o) {
@@ -199,8 +242,8 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
   const float o = live ? s.o[own.row][own.column] : 0.0f;
   const float squares = kda_squares(o);
   if (!live) return;
-  if (own.column == 0) job.sums[(own.row * source.heads + head) * KDA_SLICES + slice] = squares;
-  job.out[i64(own.row) * inner + own.value()] = to_bf16(o * gate);
+  if (own.column == 0) *to_sums = squares;
+  *to_out = to_bf16(o * gate);
 }
 
 // ---- commit -----------------------------------------------------------------------------------------------------

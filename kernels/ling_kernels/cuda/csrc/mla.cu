@@ -1,5 +1,5 @@
 // MLA launches: projections to queries and cache rows, attention by splits, merge, value projection with gate.
-#include "mla.cuh"
+#include "mla_split.cuh"
 
 // grid: H * MLA_SLICES. query: rows of the projection (of `stride`), low-rank if there is a q_b; latent: where their
 // latent‖key start; w_uk: heads lie head_stride apart. As few blocks as have the weights on time: attention takes whole
@@ -13,6 +13,24 @@ extern "C" __global__ void __launch_bounds__(QUERY_THREADS, 1)
   const MlaSource source{query, stride, q_norm, q_b, rank, eps};
   mla_absorb(source, {latent, kv_norm, cache}, w_uk + head * head_stride, rope, load_settled(positions), q, heads, head,
              blockIdx.x % MLA_SLICES, rows, *reinterpret_cast<MlaQueryShared*>(memory));
+}
+
+// The same by two kernels, for low-rank queries. grid: H * 12 / SPLIT_WARPS; out: H * 12 tiles of 16 rows.
+extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 1)
+    mla_query_rows(bf16* out, const bf16* query, int stride, const bf16* q_norm, const bf16* q_b, int rank, int rows,
+                   float eps) {
+  __shared__ QueryRowsShared shared;
+  query_rows({query, stride, q_norm, q_b, rank, eps}, out, rows, shared);
+}
+
+// grid: H * MLA_SLICES. tiles: what mla_query_rows left; latent: rows of `stride`.
+extern "C" __global__ void __launch_bounds__(QUERY_THREADS, 1)
+    mla_query_latent(bf16* q, bf16* cache, const bf16* tiles, const bf16* latent, int stride, const bf16* w_uk,
+                     i64 head_stride, const bf16* kv_norm, const float* rope, const i64* positions, int heads, int rows,
+                     float eps) {
+  const int head = blockIdx.x / MLA_SLICES;
+  query_latent(tiles + head * HEAD_TILES * FRAGMENT, {latent, kv_norm, cache}, stride, eps, w_uk + head * head_stride,
+               rope, positions, q + head * MLA_ROW, heads, head, blockIdx.x % MLA_SLICES, rows);
 }
 
 __device__ __forceinline__ Attend attend_job(const bf16* q, const bf16* cache, const i64* positions, int heads, int rows,
@@ -41,13 +59,14 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS<MERGE_COLUMNS>, 1)
   __shared__ MergeShared<MERGE_COLUMNS> shared;
   const int query = blockIdx.y * heads + blockIdx.x, limit = int(load_settled(positions)) + int(blockIdx.y) + 1;
   const int begin = blockIdx.z * MERGE_COLUMNS;
+  const MergePlaces<MERGE_COLUMNS> from(partial, stats, query, ROW_TILE * heads, limit, begin);
   let_next_start_early();
   wait_for_producer();
-  attend_merge(partial, stats, query, ROW_TILE * heads, limit, begin, latent + i64(query) * MLA_LATENT + begin, shared);
+  attend_merge(from, latent + i64(query) * MLA_LATENT + begin, shared);
 }
 
 // grid: (128 / MLA_OUT, H). gate: rows of `proj_stride`, a value a head; latent [16, H, 512]; out [16, H * 128].
-extern "C" __global__ void __launch_bounds__(MLA_THREADS)
+extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1)
     mla_values(bf16* out, const bf16* latent, const bf16* w_uv, i64 head_stride, const bf16* gate, int proj_stride,
                int heads, int rows) {
   __shared__ MlaValueShared<1> shared;
@@ -56,9 +75,9 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS)
   weights.load(w_uv + head * head_stride, first);
   let_next_start_early();
   wait_for_producer();
-  const float factor = row < rows ? to_float(load_activation(gate + i64(row) * proj_stride + head)) : 0.0f;
-  mla_value(weights, latent + head * MLA_LATENT, heads * MLA_LATENT, factor, out + head * MLA_VALUE + first,
-            heads * MLA_VALUE, rows, shared);
+  const bf16 own = load_activation(gate + (row < rows ? row : 0) * proj_stride + head);
+  auto of = [&](int at, int column) { return load_activations(latent + (at * heads + head) * MLA_LATENT + column); };
+  mla_value(weights, of, own, out + head * MLA_VALUE + first, heads * MLA_VALUE, rows, shared);
 }
 
 // Both for a window of one row, with the same bits. grid: (128 / ONE_OUT, H)
@@ -69,10 +88,12 @@ extern "C" __global__ void __launch_bounds__(ONE_THREADS, 1)
   const int head = blockIdx.y, first = blockIdx.x * ONE_OUT, limit = int(load_settled(positions)) + 1;
   MlaValueRows weights;
   weights.load(w_uv + head * head_stride, first + int(threadIdx.x) / MLA_THREADS * MLA_OUT);
+  const MergePlaces<MLA_LATENT> from(partial, stats, head, ROW_TILE * heads, limit, 0);
   let_next_start_early();
   wait_for_producer();
-  const float factor = to_float(load_activation(gate + head));
-  attend_merge(partial, stats, head, ROW_TILE * heads, limit, 0, shared.latent, shared.merge);
+  const bf16 own = load_activation(gate + head);
+  attend_merge(from, shared.latent, shared.merge);
   __syncthreads();
-  mla_value(weights, shared.latent, 0, factor, out + head * MLA_VALUE + first, 0, 1, shared.values);
+  auto of = [&](int, int column) { return load16(shared.latent + column); };
+  mla_value(weights, of, own, out + head * MLA_VALUE + first, 0, 1, shared.values);
 }

@@ -65,31 +65,40 @@ struct MlaQueryNorm {
 };
 
 // A head's queries from the low-rank ones: s.q of all live rows. weights, norm: of the first QUERY_RANK columns, on their
-// way. A warp norms the same rows throughout.
-__device__ __forceinline__ void mla_low_rank(MlaQueryRows& weights, MlaQueryNorm& norm, const MlaSource& source, int head,
-                                             int rows, MlaQueryShared& s) {
+// way; from: this lane's first value of the warp's first row. A warp norms the same rows throughout. All values of the
+// first columns are asked for before one is looked at: as a condition in the sum each had its own trip to memory.
+__device__ __forceinline__ void mla_low_rank(MlaQueryRows& weights, MlaQueryNorm& norm, const MlaSource& source,
+                                             const bf16* from, int head, int rows, MlaQueryShared& s) {
   constexpr int EACH = QUERY_RANK / WARP, NORMED = (ROW_TILE + QUERY_WARPS - 1) / QUERY_WARPS;
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4, t = lane % 4;
   const int first = head * MLA_QUERY + 16 * warp, rank = source.rank;
   auto value = [&](int r, int at) { return at < rank ? to_float(source.rows[i64(r) * source.stride + at]) : 0.0f; };
-  float x[NORMED][EACH], scale[NORMED];
+  bf16 x[NORMED][EACH];
+  float scale[NORMED];
 #pragma unroll
   for (int j = 0; j < NORMED; j++) {
     const int r = warp + QUERY_WARPS * j;
+    if (r >= rows) break;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) x[j][i] = r < rows ? value(r, i * WARP + lane) : 0.0f;
+    for (int i = 0; i < EACH; i++) x[j][i] = i * WARP + lane < rank ? load_activation(from + i * WARP) : bf16(0);
+    from += QUERY_WARPS * source.stride;
   }
 #pragma unroll
   for (int j = 0; j < NORMED; j++) {
     const int r = warp + QUERY_WARPS * j;
+    if (r >= rows) break;
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) sum = fmaf(x[j][i], x[j][i], sum);
+    for (int i = 0; i < EACH; i++) sum = fmaf(to_float(x[j][i]), to_float(x[j][i]), sum);
     for (int at = QUERY_RANK + lane; at < rank; at += WARP) {
-      const float more = r < rows ? value(r, at) : 0.0f;
+      const float more = value(r, at);
       sum = fmaf(more, more, sum);
     }
     scale[j] = rsqrtf(warp_sum(sum) / rank + source.eps);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      s.low[r][i * WARP + lane] = to_bf16(to_float(x[j][i]) * scale[j] * to_float(norm.x[i]));
+    }
   }
   float acc[2][2][4] = {};  // [tokens][every other product]
   for (int column = 0; column < rank; column += QUERY_RANK) {
@@ -97,15 +106,15 @@ __device__ __forceinline__ void mla_low_rank(MlaQueryRows& weights, MlaQueryNorm
       weights.load(source.q_b, first, rank, column);
       norm.load(source.q_norm, rank, column);
       __syncthreads();
-    }
 #pragma unroll
-    for (int j = 0; j < NORMED; j++) {
-      const int r = warp + QUERY_WARPS * j;
-      if (r >= rows) continue;
+      for (int j = 0; j < NORMED; j++) {
+        const int r = warp + QUERY_WARPS * j;
+        if (r >= rows) break;
 #pragma unroll
-      for (int i = 0; i < EACH; i++) {
-        const float found = column == 0 ? x[j][i] : value(r, column + i * WARP + lane);
-        s.low[r][i * WARP + lane] = to_bf16(found * scale[j] * to_float(norm.x[i]));
+        for (int i = 0; i < EACH; i++) {
+          const float found = value(r, column + i * WARP + lane);
+          s.low[r][i * WARP + lane] = to_bf16(found * scale[j] * to_float(norm.x[i]));
+        }
       }
     }
     __syncthreads();
@@ -207,10 +216,12 @@ __device__ __forceinline__ void mla_absorb(const MlaSource& source, const MlaEnt
     sine[i] = load_settled(rope + (position + r) * MLA_ROPE + MLA_ROPE / 2 + lane);
   }
   if (entry < rows) row.prepare(entries.norm, rope + (position + entry) * MLA_ROPE);
+  const bf16* low = source.rows + warp * source.stride + lane;
+  settle_here(low);
   let_next_start_early();
   wait_for_producer();
   if (low_rank) {
-    mla_low_rank(weights, norm, source, head, rows, s);
+    mla_low_rank(weights, norm, source, low, head, rows, s);
   } else {
     for (int i = tid; i < rows * MLA_QUERY; i += QUERY_THREADS) {
       const int r = i / MLA_QUERY, c = i % MLA_QUERY;
@@ -287,21 +298,29 @@ struct MlaValueShared {
 
 // Values of one head for all rows, TILES times MLA_OUT of them by TILES * MLA_WARPS warps: w_uv times the rows' latent
 // sums, times the head's gate. A thread of row `tid / (TILES * MLA_OUT)` writes value tid % (TILES * MLA_OUT) of it.
-// latent: rows `apart`; out: of the first row and value, rows `width` apart; gate: this thread's row's.
-template <int TILES>
-__device__ __forceinline__ void mla_value(const MlaValueRows& weights, const bf16* latent, i64 apart, float gate, bf16* out,
-                                          int width, int rows, MlaValueShared<TILES>& s) {
+// latent(row, column): 16 bytes; out: of the first row and value, rows `width` apart; gate: this thread's row's. All rows
+// are asked for before the first product: their loads and the gate's each had a trip to memory of their own.
+template <int TILES, class Latent>
+__device__ __forceinline__ void mla_value(const MlaValueRows& weights, const Latent& latent, bf16 gate, bf16* out, int width,
+                                          int rows, MlaValueShared<TILES>& s) {
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, g = lane / 4;
+  uint4 x[2][MLA_CHUNKS];
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    if (8 * n >= rows) break;
+    const int token = 8 * n + g;
+#pragma unroll
+    for (int i = 0; i < MLA_CHUNKS; i++) x[n][i] = latent(token < rows ? token : 0, MlaValueRows::column(i));
+  }
 #pragma unroll
   for (int n = 0; n < 2; n++) {
     if (8 * n >= rows) break;
     float acc[4] = {};
-    const int token = 8 * n + g;
 #pragma unroll
     for (int i = 0; i < MLA_CHUNKS; i++) {
-      const uint4 x = load16(latent + token * apart + MlaValueRows::column(i), token < rows);
-      mma_bf16(acc, weights.low[i].x, weights.high[i].x, weights.low[i].y, weights.high[i].y, x.x, x.y);
-      mma_bf16(acc, weights.low[i].z, weights.high[i].z, weights.low[i].w, weights.high[i].w, x.z, x.w);
+      const uint4 v = x[n][i];
+      mma_bf16(acc, weights.low[i].x, weights.high[i].x, weights.low[i].y, weights.high[i].y, v.x, v.y);
+      mma_bf16(acc, weights.low[i].z, weights.high[i].z, weights.low[i].w, weights.high[i].w, v.z, v.w);
     }
     *reinterpret_cast<float4*>(s.parts[warp][n][lane]) = make_float4(acc[0], acc[1], acc[2], acc[3]);
   }
@@ -312,7 +331,7 @@ __device__ __forceinline__ void mla_value(const MlaValueRows& weights, const bf1
   float sum = 0.0f;
 #pragma unroll
   for (int w = 0; w < MLA_WARPS; w++) sum += s.parts[tile * MLA_WARPS + w][row / 8][owner][word];
-  out[i64(row) * width + value] = to_bf16(sum * sigmoid(gate));
+  out[i64(row) * width + value] = to_bf16(sum * sigmoid(to_float(gate)));
 }
 
 // One row: the merge and the values behind it in one kernel, a whole latent sum in each block.

@@ -24,6 +24,7 @@ struct ExpertGateUp {
   };
   Experts experts;
   int width, step;
+  static constexpr bool ONE = false;
 
   __device__ __forceinline__ int shared_tiles() const { return (experts.shared_inner + 7) / 8; }
   __device__ __forceinline__ int tiles() const { return (experts.inner + 7) / 8; }
@@ -40,9 +41,8 @@ struct ExpertGateUp {
     at.expert = load_activation(experts.plan + PLAN_IDS + min(at.slot, MAX_SLOTS - 1));
   }
   __device__ __forceinline__ Rows rows(const Place& at, int group) const {
-    const bool shared = at.slot == 0;
-    const u32 stride = 2 * experts.inner * width;
-    const bf16* weight = shared ? experts.shared : experts.routed + u64(at.expert) * stride;
+    const bool shared = at.slot == 0;  // with an id of 0: a choice of two addresses, no branch between plan and weights
+    const bf16* weight = (shared ? experts.shared : experts.routed) + u64(at.expert) * u32(2 * experts.inner * width);
     return gate_up_rows(weight, shared ? experts.shared_inner : experts.inner, width, at.within, group);
   }
 };
@@ -54,29 +54,25 @@ struct StoreExpert {
   int pitch, live;
   float limit, shared_limit;
   u32 rows, weight;  // that chose the tile's expert; the router's weight of this thread's first token
+  Own<NT, 8> own;
 
-  __device__ __forceinline__ u32 weight_of(const ExpertGateUp::Place& at, u32 o) const {
-    return load_activation(source.experts.plan + PLAN_WEIGHTS + at.slot * ROW_TILE + o / 8);
+  __device__ __forceinline__ u32 weight_of(const ExpertGateUp::Place& at, int token) const {
+    return load_activation(source.experts.plan + PLAN_WEIGHTS + at.slot * ROW_TILE + token);
   }
   __device__ __forceinline__ void expect(const ExpertGateUp::Place& at) {
     rows = load_activation(source.experts.plan + PLAN_MASKS + at.slot);
-    if (threadIdx.x < live * 8) weight = weight_of(at, threadIdx.x);
+    if (own.first < live) weight = weight_of(at, own.first);
   }
   __device__ __forceinline__ void operator()(const ExpertGateUp::Place& at, const Sums<NT>& sums) {
-    const int first = at.within * 8;
+    const int row = at.within * 8 + own.value, begin = at.slot * ROW_TILE * pitch + row;
     const int inner = at.slot == 0 ? source.experts.shared_inner : source.experts.inner;
     const float most = at.slot == 0 ? shared_limit : limit;
-    bf16* to = out + i64(at.slot) * ROW_TILE * pitch + first;
-    for (u32 o = threadIdx.x; o < live * 8; o += blockDim.x) {
-      const int token = o / 8, row = o % 8;
-      if (first + row >= inner) continue;
-      float value = 0.0f;
-      if (rows >> token & 1) {
-        const float by = __uint_as_float(o == threadIdx.x ? weight : weight_of(at, o));
-        value = by * swiglu(sums.at(token, row), sums.at(token, row + 8), most);
-      }
-      to[token * pitch + row] = to_bf16(value);
-    }
+    own.each(row < inner ? live : 0, [&](int token, int place) {
+      const float by = __uint_as_float(token == own.first ? weight : weight_of(at, token));
+      const float2 sum = sums.at(place, own.up(token));
+      const float value = by * swiglu(sum.x, sum.y, most);
+      out[begin + token * pitch] = to_bf16(rows >> token & 1 ? value : 0.0f);
+    });
   }
   __device__ __forceinline__ void finish() {}
 };
@@ -97,7 +93,7 @@ template <int NT, int AHEAD>
 __device__ __forceinline__ void down_part(
     const Experts& experts, const bf16* x, float* out, int pitch, int rows, int live, int width) {
   DYNAMIC_SHARED(shared);
-  __shared__ u32 ids[MAX_SLOTS + AHEAD];
+  __shared__ u32 ids[MAX_SLOTS];
   const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, group = threadIdx.x % WARP / 4;
   const int k = (blockIdx.y * warps + warp) * CHUNK + threadIdx.x % 4 * 8;
   // Past the end of a matrix it is its first row, past the end of a row its beginning, which meets tokens of zero.
@@ -111,31 +107,45 @@ __device__ __forceinline__ void down_part(
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     const int token = n * 8 + group;
-    tokens[n] = x + (token < live ? token : 0) * pitch;
+    tokens[n] = x + (token < live ? token : 0) * pitch + k;
   }
-  const int slot_pitch = ROW_TILE * pitch, shared_k = in_shared ? k : 0, routed_k = in_routed ? k : 0;
+  const u32 slot_pitch = ROW_TILE * pitch;
 
   // The plan is settled: every block of gate_up is past its own wait, so whoever wrote the plan has finished. Its words
-  // are read before their number is known.
-  for (int s = threadIdx.x; s < MAX_SLOTS + AHEAD; s += blockDim.x) ids[s] = load_settled(experts.plan + PLAN_IDS + s);
+  // are read before their number is known: those of the first slots by every thread, in one trip to memory, the others
+  // when the first slots' weights are on their way.
+  static_assert(PLAN_IDS % 4 == 0, "ids are read by fours");
+  u32 asked[(AHEAD + 3) / 4 * 4];
+#pragma unroll
+  for (int s = 0; s < AHEAD; s += 4) {
+    const uint4 four = load_settled16(experts.plan + PLAN_IDS + s);
+    asked[s] = four.x, asked[s + 1] = four.y, asked[s + 2] = four.z, asked[s + 3] = four.w;
+  }
   const int slots = int(load_settled(experts.plan));
-  __syncthreads();
   Chunk ring[AHEAD];
-  uint4 in[AHEAD][NT];
+  uint4 in[AHEAD][NT] = {};  // zeros stay where a lane has no values of K
 #pragma unroll
   for (int s = 0; s < AHEAD; ++s) {
-    const bf16* from = s == 0 ? shared_low : routed_low + u64(s < slots ? ids[s] : 0) * stride;
+    const bf16* from = s == 0 ? shared_low : routed_low + u64(s < slots ? asked[s] : 0) * stride;
     load_weights_into(ring[s].low, from, s < slots);
     load_weights_into(ring[s].high, from + (s == 0 ? shared_high : routed_high), s < slots);
   }
+  if (slots > AHEAD) {
+    for (int s = AHEAD + threadIdx.x; s < slots; s += blockDim.x) ids[s] = load_settled(experts.plan + PLAN_IDS + s);
+    __syncthreads();
+  }
+  const Own<NT, 16> own;
+  const int at = blockIdx.x * 16 + own.value;
+  const int stored = at < width ? live : 0, begin = blockIdx.y * rows * width + at;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) settle_here(tokens[n]);
   wait_for_producer();
   let_next_start();
 #pragma unroll
   for (int s = 0; s < AHEAD; ++s) {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      const uint4 v = load_activations(tokens[n] + (s < slots ? s : 0) * slot_pitch + (s == 0 ? shared_k : routed_k));
-      in[s][n] = (s == 0 ? in_shared : in_routed) ? v : make_uint4(0, 0, 0, 0);
+      load_activations_into(in[s][n], tokens[n] + u64(slot_pitch) * s, s < slots && (s == 0 ? in_shared : in_routed));
     }
   }
   float sums[NT][4] = {};
@@ -153,19 +163,15 @@ __device__ __forceinline__ void down_part(
       load_weights_into(ring[s].high, from + routed_high, true);
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
-        const uint4 v = load_activations(tokens[n] + slot * slot_pitch + routed_k);
-        in[s][n] = in_routed ? v : make_uint4(0, 0, 0, 0);
+        in[s][n] = make_uint4(0, 0, 0, 0);
+        load_activations_into(in[s][n], tokens[n] + u64(slot_pitch) * slot, in_routed);
       }
     }
   }
   Sums<NT> all = {reinterpret_cast<float*>(shared)};
   all.put(warp, sums);
   __syncthreads();
-  float* to = out + i64(blockIdx.y) * rows * width;
-  for (u32 o = threadIdx.x; o < live * 16; o += blockDim.x) {
-    const int token = o / 16, at = blockIdx.x * 16 + o % 16;
-    if (at < width) to[i64(token) * width + at] = all.at(token, o % 16);
-  }
+  own.each(stored, [&](int token, int place) { out[begin + token * width] = all.at(place); });
 }
 
 // x [*, width], shared [2 shared_inner, width], routed [E, 2 inner, width] -> out [slots, ROW_TILE, pitch].

@@ -7,37 +7,30 @@
 __device__ __forceinline__ void exchange_norm_row(
     int row, const Partial& partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps,
     bool early) {
-  __shared__ float warps[WARP];
+  __shared__ __align__(16) float warps[WARP];
   const int at = threadIdx.x * 8;
   const bool inside = at < width;
   const i64 base = i64(row) * width + at;
   const uint4 w = load_weights(weight + at, inside);
-  const float each = 1.0f / float(width);
+  float each = 1.0f / float(width);
+  settle_here(each);
+  const Partial::Places places = partial.places(base, inside);
   uint4 old = make_uint4(0, 0, 0, 0);
   if (inside && partial.at != nullptr) old = load_settled16(x + base);
   if (early) let_next_start_early();
   wait_for_producer();
   if (!early) let_next_start();
   float add[8];
-  if (partial.at != nullptr) partial.read(add, base, inside);
+  if (partial.at != nullptr) partial.read(add, places, base, inside);
   if (partial.at == nullptr) old = load16(x + base, inside);
-  float value[8], scale[8];
+  float value[8];
   unpack(value, old);
   if (partial.at != nullptr) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) value[i] += add[i];
-    const uint4 rounded = pack(value);
-    if (inside) *reinterpret_cast<uint4*>(x_out + base) = rounded;
-    unpack(value, rounded);  // the norm sees what the residual stream holds
+    const uint4 total = added(value, add);
+    if (inside) *reinterpret_cast<uint4*>(x_out + base) = total;
   }
-  float squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) squares += value[i] * value[i];
-  const float factor = rsqrtf(block_sum(squares, warps) * each + eps);
-  unpack(scale, w);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) value[i] *= factor * scale[i];
-  if (inside) *reinterpret_cast<uint4*>(h + base) = pack(value);
+  const uint4 out = normed(value, inside, w, each, eps, warps);
+  if (inside) *reinterpret_cast<uint4*>(h + base) = out;
 }
 
 // partial: bf16 [rows, width], or fp32 [parts, .., width] with `pitch` values from part to part. Grid: rows. Block:

@@ -8,6 +8,7 @@ struct MatrixPart {
   const bf16* weight;
   int n, pitch, width;
   static constexpr int step = 1;
+  static constexpr bool ONE = true;
 
   __device__ __forceinline__ int first() const { return blockIdx.x; }
   __device__ __forceinline__ int end() const { return blockIdx.x + 1; }
@@ -20,67 +21,64 @@ struct MatrixPart {
   }
 };
 
-// out [live, n] fp32 of one part.
+// out [parts, rows, n] fp32, this block's part and tile; `live` rows.
 template <int NT>
 struct StorePart {
   float* out;
-  int n, live;
+  int n, live, begin;
+  Own<NT, 16> own;
 
+  __device__ __forceinline__ StorePart(float* out, int rows, int live, int n) : out(out), n(n) {
+    const int row = blockIdx.x * 16 + own.value;
+    this->live = row < n ? live : 0, begin = blockIdx.y * rows * n + row;
+    settle_here(this->live), settle_here(begin);
+  }
   __device__ __forceinline__ void expect(int) {}
-  __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
-    for (u32 o = threadIdx.x; o < live * 16; o += blockDim.x) {
-      const int token = o / 16, row = tile * 16 + o % 16;
-      if (row < n) out[i64(token) * n + row] = sums.at(token, o % 16);
-    }
+  __device__ __forceinline__ void operator()(int, const Sums<NT>& sums) {
+    own.each(live, [&](int token, int at) { out[begin + token * n] = sums.at(at); });
   }
   __device__ __forceinline__ void finish() {}
 };
 
+constexpr int HEAD_SLICES = 8;  // of KDA's heads, each with its sum of squares
+
 // 1 / rms of each (token, head), for the output of KDA that still lacks its norm: a head's 128 values of K share it,
-// so it can wait until they are summed. sums [ROW_TILE, heads, slices] fp32: sums of squares of each slice of a head.
+// so it can wait until they are summed. sums [ROW_TILE, heads, HEAD_SLICES] fp32. from: head of the part's first span. A
+// lane adds one token's slices, asked for with the span's tokens, and gives the result to those that have its products.
 struct HeadNorm {
   static constexpr bool SCALED = true;
   const float* sums;
-  int heads, slices, live;
+  int heads, live, from;
   float eps;
-  int from, to;    // heads of this part
-  float* factors;  // shared, [to - from][ROW_TILE]
+  const float* own;
+  uint4 low, high;
+  float factor;
 
-  __device__ __forceinline__ void prepare() const {
-    for (int o = threadIdx.x; o < (to - from) * ROW_TILE; o += blockDim.x) {
-      const int head = from + o / ROW_TILE, token = o % ROW_TILE;
-      float total = 0.0f;
-      if (token < live) {
-        for (int s = 0; s < slices; ++s) total += sums[(token * heads + head) * slices + s];
-      }
-      factors[o] = rsqrtf(total / 128.0f + eps);
-    }
-    __syncthreads();
+  __device__ __forceinline__ void prepare() {
+    const int token = threadIdx.x % ROW_TILE;
+    own = sums + ((token < live ? token : 0) * heads + from) * HEAD_SLICES;
+    settle_here(own);
   }
-  __device__ __forceinline__ float of(int token, int span) const {
+  __device__ __forceinline__ void ask(int span) {
     static_assert(SPAN == 128, "a warp's span is a head");
-    return factors[span * ROW_TILE + token];
+    low = load_activations(own + span * HEAD_SLICES), high = load_activations(own + span * HEAD_SLICES + 4);
   }
+  __device__ __forceinline__ void take() {
+    const u32 slices[HEAD_SLICES] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    float total = 0.0f;
+#pragma unroll
+    for (int s = 0; s < HEAD_SLICES; ++s) total += __uint_as_float(slices[s]);
+    factor = rsqrtf(total / 128.0f + eps);
+  }
+  __device__ __forceinline__ float of(int token) const { return __shfl_sync(ALL, factor, token); }
 };
-
-constexpr int MAX_HEADS = 64;
 
 template <int NT, class Factor>
 __device__ __forceinline__ void linear_part(
     const bf16* x, const bf16* w, float* out, const Factor& factor, int rows, int live, int n, int k, int part) {
   const int first = blockIdx.y * part, width = min(part, k - first);
-  StorePart<NT> store = {out + i64(blockIdx.y) * rows * n, n, live};
+  StorePart<NT> store(out, rows, live, n);
   stream_tiles<NT>(MatrixPart{w + first, n, k, width}, Tokens{x + first, width, k, live}, factor, store);
-}
-
-template <int NT>
-__device__ __forceinline__ void linear_part_normed(
-    const bf16* x, const bf16* w, float* out, const float* sums, int slices, float eps, int rows, int live, int n, int k,
-    int part) {
-  __shared__ float factors[MAX_HEADS * ROW_TILE];
-  const int first = blockIdx.y * part, end = min(first + part, k);
-  const HeadNorm norm = {sums, k / 128, slices, live, eps, first / 128, end / 128, factors};
-  linear_part<NT>(x, w, out, norm, rows, live, n, k, part);
 }
 
 // x [rows, k], w [n, k] -> out [parts, rows, n] fp32, `live` rows of each. part: values of K in a part, a multiple of a
@@ -93,12 +91,13 @@ __device__ __forceinline__ void linear_part_normed(
 LINEAR_PART(linear_part_8, 1)
 LINEAR_PART(linear_part_16, 2)
 
-// The same for x that lacks its norm by heads of 128: sums [ROW_TILE, k / 128, slices].
+// The same for x that lacks its norm by heads of 128: sums [ROW_TILE, k / 128, HEAD_SLICES].
 #define LINEAR_PART_NORMED(NAME, NT)                                                                                \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                        \
-      const bf16* x, const bf16* w, float* out, const float* sums, int slices, float eps, int rows, int live, int n,\
-      int k, int part) {                                                                                            \
-    linear_part_normed<NT>(x, w, out, sums, slices, eps, rows, live, n, k, part);                                   \
+      const bf16* x, const bf16* w, float* out, const float* sums, float eps, int rows, int live, int n, int k,     \
+      int part) {                                                                                                   \
+    const HeadNorm norm = {sums, k / 128, live, int(blockIdx.y) * part / 128, eps};                                 \
+    linear_part<NT>(x, w, out, norm, rows, live, n, k, part);                                                       \
   }
 LINEAR_PART_NORMED(linear_part_normed_8, 1)
 LINEAR_PART_NORMED(linear_part_normed_16, 2)

@@ -8,10 +8,24 @@
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
       const bf16* x, const bf16* w, float* out, int live, int n, int k, int width, const u8* asked, int bytes) {  \
     if (blockIdx.x + blockIdx.y + threadIdx.x == 0) prefetch_l2(asked, u32(bytes));                               \
-    router_part<NT>(x, w, out, live, n, k, width);                                                                \
+    GivenRows rows = {x};                                                                                         \
+    router_part<NT>(rows, w, out, live, n, k, width);                                                                \
   }
 ROUTER(router_8, 1)
 ROUTER(router_16, 2)
+
+// The same for one row that exchange_norm's arguments make: x_out and h are written, too. Shared: behind the warps' sums
+// the row, k + 8 values.
+extern "C" __global__ void __launch_bounds__(512, 1) router_normed(
+    const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int k, float eps,
+    const bf16* w, float* out, int n, int width, const u8* asked, int bytes) {
+  DYNAMIC_SHARED(shared);
+  __shared__ __align__(16) float warps[WARP];
+  if (blockIdx.x + blockIdx.y + threadIdx.x == 0) prefetch_l2(asked, u32(bytes));
+  bf16* row = reinterpret_cast<bf16*>(shared + blockDim.x / WARP * Sums<1>::SIZE * sizeof(float));
+  RowToNorm made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};
+  router_part<1>(made, w, out, 1, n, k, width);
+}
 
 constexpr int ASKED_PIECE = 16384, ASKERS = 8;  // bytes that a thread asks for, threads of a block that ask
 
@@ -44,6 +58,7 @@ __device__ __forceinline__ void select_row(
   const Logits own = {logits + row * router.experts, second};
   const int expert = choose_expert(router, share, own, shared.places[row]);
   const float logit = own.of(expert);
+  begin_plan(plan, live);  // while the logit is on its way
   const Pick pick(expert, router.chosen);
   const float weight = router_weight(router, logit);
   if (lane < router.chosen) experts[row * router.chosen + lane] = expert, weights[row * router.chosen + lane] = weight;
@@ -78,5 +93,6 @@ extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP) route_plan(
   if (live > 1) shared.clear();
   wait_for_producer();
   let_next_start();
+  begin_plan(plan, live);
   write_plan(shared, plan, live, MAX_EXPERTS / WARP, Pick(int(experts[at]), chosen), weights[at]);
 }

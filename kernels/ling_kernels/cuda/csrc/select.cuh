@@ -208,6 +208,13 @@ struct Chosen {
   }
 };
 
+// What does not depend on the choices: the shared expert's slot.
+__device__ __forceinline__ void begin_plan(u32* plan, int live) {
+  const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  if (lane == WARP - 1) plan[PLAN_WEIGHTS + row] = __float_as_uint(1.0f);
+  if (threadIdx.x == 0) plan[PLAN_IDS] = 0, plan[PLAN_MASKS] = (1u << live) - 1;
+}
+
 // This warp's row in the plan of `live` rows, a warp each. Experts lie below 32 · words.
 __device__ __forceinline__ void write_plan(
     Chosen& shared, u32* plan, int live, int words, const Pick& pick, float weight) {
@@ -231,8 +238,5 @@ __device__ __forceinline__ void write_plan(
     plan[PLAN_IDS + slot] = u32(pick.expert), plan[PLAN_MASKS + slot] = rows;
     plan[PLAN_WEIGHTS + slot * ROW_TILE + row] = __float_as_uint(weight);
   }
-  if (lane == WARP - 1) {  // this lane's slot comes after all
-    plan[PLAN_WEIGHTS + row] = __float_as_uint(1.0f);
-    if (row == 0) plan[0] = u32(slot), plan[PLAN_IDS] = 0, plan[PLAN_MASKS] = (1u << live) - 1;
-  }
+  if (threadIdx.x == WARP - 1) plan[0] = u32(slot);  // this lane's slot comes after all
 }
