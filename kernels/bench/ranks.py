@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from by_kernel import print_breakdown
 from cold import step_ms
 
 import ling_kernels
@@ -179,11 +180,7 @@ def breakdown(at: Rank, run: Callable[[], None], steps: int = 5) -> None:
             for _ in range(steps):
                 run()
             torch.cuda.synchronize()
-        rows = [(e.key, e.count / steps, e.device_time_total / steps) for e in profile.key_averages()]
-        print("\n| kernel | launches | us |\n| --- | ---: | ---: |")
-        for key, count, total in sorted(rows, key=lambda row: -row[2])[:30]:
-            print(f"| {key[:60]} | {count:.0f} | {total:.1f} |")
-        print(f"| all | {sum(r[1] for r in rows):.0f} | {sum(r[2] for r in rows):.1f} |\n", flush=True)
+        print_breakdown(profile, steps)
     at.together()
 
 
