@@ -6,7 +6,8 @@ python kernels/bench/ids.py --model demo --device cpu --tokens 200   # the same 
 
 Drafts must change no id on either side. Sums over ranks are taken in another order, so texts may part where two tokens
 nearly tie; one rank then scores all that the others said, so each of their ids is judged and not only the first that
-differs. Exit code 1 where one of them is no near tie. A dummy's drafts never fit: its accept counts are forced.
+differs. Exit code 1 where one of them is no near tie. A dummy's drafts never fit: its accept counts are
+forced; its routing is settled (`protocol.Dummy`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ ACCEPTED = (6, 0, 3, 1)  # drafts a step, for a dummy
 # Standard deviations of a row's logits between the best one and the chosen one that rounding explains. Sums that are
 # wrong put several between them.
 NEAR_TIE = {"float32": 1e-3, "bfloat16": 0.25}
+DUMMY_NEAR_TIE = 1.0  # in bf16: 24 layers of random weights, against fp32 on one CPU, reach 0.56 within 104 tokens
 
 
 def main() -> int:
@@ -52,7 +54,7 @@ def main() -> int:
     say(f"one rank on {alone.info.device}")
     one = both_ways(alone, args.tokens)
     margins = margins_of(alone, several[0])
-    lines, same = judge(several, one, margins, NEAR_TIE[spec.dtype])
+    lines, same = judge(several, one, margins, near_tie_of(spec))
     for line in lines:
         say(line)
     say("the same" if same else "NOT the same")
@@ -73,7 +75,12 @@ def spec_of(args: argparse.Namespace) -> EngineSpec:
     )
     if args.model == "demo":
         return spec
-    return replace(spec, model=f"dummy-{args.model}", dummy=Dummy(args.model, args.layers), accept=ACCEPTED)
+    dummy = Dummy(args.model, args.layers, settled=True)
+    return replace(spec, model=f"dummy-{args.model}", dummy=dummy, accept=ACCEPTED)
+
+
+def near_tie_of(spec: EngineSpec) -> float:
+    return DUMMY_NEAR_TIE if spec.dummy and spec.dtype == "bfloat16" else NEAR_TIE[spec.dtype]
 
 
 def load_alone(spec: EngineSpec) -> NativeEngine:

@@ -19,6 +19,9 @@ from ling_local.engine.weights import Weights, assemble, empty_fields
 
 __all__ = ["FLASH", "MODELS", "TINY", "draft_for", "dummy_draft", "dummy_weights", "shard_of"]
 
+ROUTER_BIAS = "mlp.bias"
+SETTLING = 1e4  # biases then lie some 1,000 apart; the scores that they are added to are between 0 and 1
+
 
 def dummy_weights(
     config: ModelConfig,
@@ -27,10 +30,15 @@ def dummy_weights(
     seed: int = 0,
     shard: Shard = WHOLE,
     progress: ProgressFn | None = None,
+    settled: bool = False,
 ) -> Weights:
     """One rank's part of a model of random weights on `device`: for the same seed and kind of device the same model,
-    however many ranks share it."""
-    return assemble(config, _fields(model_layout(config, shard.size), dtype, device, seed, shard, progress), shard)
+    however many ranks share it. settled: see `protocol.Dummy`."""
+    fields = _fields(model_layout(config, shard.size), dtype, device, seed, shard, progress)
+    for name, field in fields.items():
+        if settled and name.endswith(ROUTER_BIAS):
+            field.mul_(SETTLING)
+    return assemble(config, fields, shard)
 
 
 def dummy_draft(config: DraftConfig, dtype: torch.dtype, device: str, seed: int = 1, shard: Shard = WHOLE) -> DSpark:

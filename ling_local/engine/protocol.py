@@ -63,12 +63,17 @@ ProgressFn = Callable[[Progress], None]
 class Dummy:
     """A published shape with random weights in place of a checkpoint, for measurements.
 
-    shape  "tiny" or "flash"; layers: cut to so many, 0 for all; shard: one rank's part of so many, nothing exchanged
+    shape    "tiny" or "flash"
+    layers   cut to so many, 0 for all
+    shard    one rank's part of so many, nothing exchanged
+    settled  every token goes to the same experts, so that another rounding stays a small change: with random routing it
+             changes who computes what, and 24 layers later the logits have nothing in common
     """
 
     shape: str
     layers: int = 0
     shard: int = 1
+    settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,8 @@ class DummySource:
         if device == "cpu":
             size = self.shard.size
             check_memory(self.name, memory_bytes(model_layout(self.config, size), dtype.itemsize, size) * size, dtype)
-        return dummy_weights(self.config, dtype, device, shard=self.shard, progress=progress)
+        settled = self.dummy.settled
+        return dummy_weights(self.config, dtype, device, shard=self.shard, progress=progress, settled=settled)
 
     def drafter(self, weights: Weights, draft: str, block: int) -> Drafter | None:
         if draft == "off":

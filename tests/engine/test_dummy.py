@@ -70,6 +70,15 @@ def test_a_small_dummy_with_its_draft_stays_finite() -> None:
     assert proposal.drafts.shape == (3,)
 
 
+def test_settled_routing_sends_every_token_to_the_same_experts() -> None:
+    small = replace(dummy.TINY, **SMALL)
+    ops, h = ling_kernels.load("cpu"), torch.randn(16, small.hidden_size)
+    for settled, alike in ((False, False), (True, True)):
+        weights = dummy.dummy_weights(small, torch.float32, "cpu", settled=settled)
+        chosen = ops.route(h, weights.layers[-1].mlp, 16).experts[:16].sort(dim=1).values
+        assert bool((chosen == chosen[0]).all()) is alike
+
+
 def test_a_dummy_engine_runs_the_same_line_and_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(dummy.TINY, **SMALL)
     monkeypatch.setitem(shapes.MODELS, "tiny", small)
