@@ -25,6 +25,8 @@ __device__ __forceinline__ RowBest RowBest::of(const u64* best, const u32* bad, 
   return {whole, joined(any, __float_as_uint(total))};
 }
 
+constexpr int MAX_THREADS = 512;
+
 __device__ __forceinline__ const Mail& mail_at(i64 mail) { return *reinterpret_cast<const Mail*>(mail); }
 
 // Grid: rows. Block: width / 8 threads, rounded up to a warp. x, weight: may be null (see add_and_norm). early: let the
@@ -35,19 +37,27 @@ __device__ __forceinline__ void exchange_norm(i64 mail, const Partial& partial, 
   __shared__ __align__(16) float warps[WARP];
   const int at = threadIdx.x * 8;
   const bool inside = at < width;
-  const uint4 w = load_weights(weight + at, inside && weight != nullptr);
+  uint4 w = load_weights(weight + at, inside && weight != nullptr);
   const i64 base = i64(blockIdx.x) * width + at;
   const Partial::Places places = partial.places(base, inside);
+  uint4 before = make_uint4(0, 0, 0, 0);
+  if (inside && x != nullptr) before = load_settled16(x + base);  // as in exchange_norm_row
+  Swap<N> swap(mail_at(mail), blockIdx.x);
+  float each = 1.0f / float(width);
+  settle_here(each);
+  constexpr bool KEPT = Swap<N>::KEPT;
+  __shared__ uint4 stash[2][KEPT ? 1 : MAX_THREADS];
+  if (!KEPT) stash[0][threadIdx.x] = before, stash[1][threadIdx.x] = w;
   if (early != 0) let_next_start_early();
   wait_for_producer();
   if (early == 0) let_next_start();
-  Swap<N> swap(mail_at(mail), blockIdx.x);
-  const uint4 before = load16(x + base, inside && x != nullptr);
+  swap.begin();
   float sum[8];
   partial.read(sum, places, base, inside);
   const uint4 own = pack(sum);  // all ranks add the same bits
-  sum_row<N>(mail_at(mail), own, inside, sum, swap);
-  add_and_norm(sum, inside, base, before, w, weight != nullptr, x_out, h, width, eps, warps);
+  sum_row<N>(own, inside, sum, swap);
+  if (!KEPT) before = stash[0][threadIdx.x], w = stash[1][threadIdx.x];
+  add_and_norm(sum, inside, base, before, w, weight != nullptr, x_out, h, each, eps, warps);
   if (threadIdx.x == 0) swap.finish();
 }
 
@@ -70,18 +80,19 @@ struct Named {
 template <int N>
 __device__ __forceinline__ void exchange_embed(i64 mail, const Named& named, const bf16* table, int first, int count,
                                                bf16* x_out, int width) {
-  wait_for_producer();
-  let_next_start();
   const int at = threadIdx.x * 8;
   const bool inside = at < width;
   Swap<N> swap(mail_at(mail), blockIdx.x);
+  wait_for_producer();
+  let_next_start();
+  swap.begin();
   const i64 id = named.of(blockIdx.x) - first;
   const bool here = id >= 0 && id < count;
   const uint4 own = load_weights(table + (here ? id : 0) * width + at, inside && here);
   float sum[8];
-  sum_row<N>(mail_at(mail), own, inside, sum, swap);
+  sum_row<N>(own, inside, sum, swap);
   const uint4 none = make_uint4(0, 0, 0, 0);
-  add_and_norm(sum, inside, i64(blockIdx.x) * width + at, none, none, false, x_out, nullptr, width, 0.0f, nullptr);
+  add_and_norm(sum, inside, i64(blockIdx.x) * width + at, none, none, false, x_out, nullptr, 0.0f, 0.0f, nullptr);
   if (threadIdx.x == 0) swap.finish();
 }
 
@@ -90,10 +101,11 @@ __device__ __forceinline__ void exchange_embed(i64 mail, const Named& named, con
 template <int N>
 __device__ __forceinline__ void exchange_best(i64 mail, const u64* best, const u32* bad, const float* sums, int blocks,
                                               int first, u64* best_out, u32* bad_out, float* sums_out, int stride) {
-  wait_for_producer();
-  let_next_start();
   const int row = blockIdx.x, lane = threadIdx.x;
   Swap<N> swap(mail_at(mail), row);
+  wait_for_producer();
+  let_next_start();
+  swap.begin();
   const RowBest own = RowBest::of(best + i64(row) * blocks, bad == nullptr ? nullptr : bad + i64(row) * blocks,
                                   sums == nullptr ? nullptr : sums + i64(row) * blocks, blocks, first);
   const int at = row * stride;
@@ -111,14 +123,15 @@ __device__ __forceinline__ void exchange_best(i64 mail, const u64* best, const u
   swap.finish();
 }
 
-constexpr int ROWS_THREADS = 256, MAX_THREADS = 512;
+constexpr int ROWS_THREADS = 256;
 
 // whole [rows, N * n] from every rank's part [rows, n] fp32, n a multiple of 4. Any grid that fits the mail.
 template <int N>
 __device__ __forceinline__ void exchange_rows(i64 mail, const float* part, float* whole, int rows, int n) {
+  Swap<N> swap(mail_at(mail), blockIdx.x);
   wait_for_producer();
   let_next_start();
-  Swap<N> swap(mail_at(mail), blockIdx.x);
+  swap.begin();
   const int each = n / 4, all = rows * each;
   const int step = gridDim.x * ROWS_THREADS, first = blockIdx.x * ROWS_THREADS + threadIdx.x;
   auto packets = [&](int i, u64(&own)[2]) {
@@ -203,7 +216,7 @@ extern "C" __global__ void gathered_norm(const bf16* parts, int ranks, i64 pitch
     add_values(sum, joined(part.x, part.y), joined(part.z, part.w));
   }
   const uint4 before = load16(x + base, inside && x != nullptr);
-  add_and_norm(sum, inside, base, before, w, weight != nullptr, x_out, h, width, eps, warps);
+  add_and_norm(sum, inside, base, before, w, weight != nullptr, x_out, h, 1.0f / float(width), eps, warps);
 }
 
 // Grid: rows; one warp each. This rank's best of each row, [rows, 2] words.

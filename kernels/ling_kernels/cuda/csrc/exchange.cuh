@@ -24,41 +24,61 @@ struct Mail {
 // One block's exchange: N ranks, two packets a thread and round.
 template <int N>
 struct Swap {
+  static constexpr bool KEPT = N < 8;  // eight ranks' packets leave no registers for their boxes
   const Mail& mail;
+  char* boxes[KEPT ? N : 1];  // this block's place in each rank's mailbox: of parity 0, from rank 0
+  char* own;                  // that in this rank's: an index that is no constant would put all of them into memory
+  u32 bytes, pitch;           // of a block's packets; from one rank's to the next's
   int block;
+  u32* counter;
+  int rank;
   u32 number;
 
-  // After the wait.
-  __device__ Swap(const Mail& mail, int block) : mail(mail), block(block), number(load_volatile(mail.numbers + block) + 1) {}
+  // Before the wait: what is constant. As asm, or it would be read after the wait, and the number only when it is there.
+  __device__ __forceinline__ Swap(const Mail& mail, int block) : mail(mail), block(block) {
+    rank = int(word(&mail.rank));
+    bytes = u32(word(&mail.packets)) * 16, pitch = u32(word(&mail.blocks)) * bytes;
+    counter = reinterpret_cast<u32*>(word(&mail.numbers)) + block;
+    own = place(rank);
+    settle_here(counter), settle_here(own);
+#pragma unroll
+    for (int r = 0; KEPT && r < N; ++r) boxes[r] = place(r), settle_here(boxes[r]);
+  }
+  __device__ __forceinline__ static i64 word(const void* from) { return load_settled(static_cast<const i64*>(from)); }
+  __device__ __forceinline__ char* place(int owner) const {
+    return reinterpret_cast<char*>(word(mail.boxes + owner)) + u64(block) * bytes;
+  }
+  // After it.
+  __device__ __forceinline__ void begin() { number = load_volatile(counter) + 1; }
 
-  __device__ __forceinline__ char* box(int owner, int from, int packet) const {
-    const u64 place = ((number & 1) * N + from) * mail.blocks + block;
-    return reinterpret_cast<char*>(mail.boxes[owner]) + (place * mail.packets + packet) * 16;
+  // From a place above to packet `packet` from rank `from`.
+  __device__ __forceinline__ u32 way(int from, int packet) const {
+    return ((number & 1) * N + from) * pitch + packet * 16;
   }
 
   // Give packets `at` and `at + step` to every other rank.
-  __device__ __forceinline__ void post(const u64 (&own)[2], int at, int step) const {
-    const int rank = int(mail.rank);
+  __device__ __forceinline__ void post(const u64 (&data)[2], int at, int step) const {
 #pragma unroll
     for (int other = 0; other < N; ++other) {
       if (other == rank) continue;
+      char* box = KEPT ? boxes[KEPT ? other : 0] : place(other);
 #pragma unroll
-      for (int p = 0; p < 2; ++p) post_packet(box(other, rank, at + p * step), own[p], number);
+      for (int p = 0; p < 2; ++p) post_packet(box + way(rank, at + p * step), data[p], number);
     }
   }
 
   // The same packets of every other rank; data of this one stays.
   __device__ __forceinline__ void take(u64 (&data)[N][2], int at, int step) const {
-    const int rank = int(mail.rank);
     u64 since = 0;
     for (u32 looks = 1;; ++looks) {
       int missing = -1;
+      const char* first = (KEPT ? own : place(rank)) + way(0, at);
 #pragma unroll
       for (int other = 0; other < N; ++other) {
         if (other == rank) continue;
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
-          if (!take_packet(box(rank, other, at + p * step), data[other][p], number)) missing = other;
+          if (!take_packet(first + other * pitch + p * step * 16, data[other][p], number)) missing = other;
         }
       }
       if (missing < 0) return;
@@ -79,7 +99,7 @@ struct Swap {
   }
 
   // By one thread, when all threads of the block have read the number.
-  __device__ __forceinline__ void finish() const { store_volatile(mail.numbers + block, number); }
+  __device__ __forceinline__ void finish() const { store_volatile(counter, number); }
 };
 
 __device__ __forceinline__ u64 joined(u32 low, u32 high) { return u64(high) << 32 | low; }
@@ -93,9 +113,10 @@ __device__ __forceinline__ void add_values(float (&sum)[8], u64 first, u64 secon
 }
 
 // What follows a sum over ranks of one row: x_out = x + sum (x null: the sum), and h = RMSNorm(x_out) · weight unless
-// weight is null. All threads of the block call it; w: this thread's weights.
+// weight is null. All threads of the block call it; w: this thread's weights;
+// each: 1 / width.
 __device__ __forceinline__ void add_and_norm(float (&value)[8], bool inside, i64 base, uint4 x, uint4 w, bool norm,
-                                             bf16* x_out, bf16* h, int width, float eps, float* warps) {
+                                             bf16* x_out, bf16* h, float each, float eps, float* warps) {
   add_values(value, joined(x.x, x.y), joined(x.z, x.w));
   const uint4 rounded = pack(value);
   if (inside) *reinterpret_cast<uint4*>(x_out + base) = rounded;
@@ -107,7 +128,7 @@ __device__ __forceinline__ void add_and_norm(float (&value)[8], bool inside, i64
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) squares += inside ? value[i] * value[i] : 0.0f;
-  const float factor = rsqrtf(block_sum(squares, warps) * (1.0f / float(width)) + eps);
+  const float factor = rsqrtf(block_sum(squares, warps) * each + eps);
   float scale[8];
   unpack(scale, w);
 #pragma unroll
@@ -117,15 +138,13 @@ __device__ __forceinline__ void add_and_norm(float (&value)[8], bool inside, i64
 
 // One row's sum over ranks, from this rank's eight values `own`. Grid: rows; block: width / 8 threads, rounded up.
 template <int N>
-__device__ __forceinline__ void sum_row(const Mail& mail, uint4 own, bool inside, float (&sum)[8], Swap<N>& swap) {
+__device__ __forceinline__ void sum_row(uint4 own, bool inside, float (&sum)[8], Swap<N>& swap) {
   const u64 mine[2] = {joined(own.x, own.y), joined(own.z, own.w)};
   u64 data[N][2];
+  if (inside) swap.post(mine, threadIdx.x, blockDim.x);
 #pragma unroll
   for (int r = 0; r < N; ++r) data[r][0] = mine[0], data[r][1] = mine[1];
-  if (inside) {
-    swap.post(mine, threadIdx.x, blockDim.x);
-    swap.take(data, threadIdx.x, blockDim.x);
-  }
+  if (inside) swap.take(data, threadIdx.x, blockDim.x);
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
 #pragma unroll
