@@ -148,11 +148,12 @@ class Proposal(NamedTuple):
 
 class Routing(NamedTuple):
     """experts [R, K] int64, best first; weights [R, K] fp32, normalised and scaled; plan: the same in the device's own
-    form for its experts op, where it has one."""
+    form for its experts op, where it has one, and what it has begun of that op with the same h and parameters."""
 
     experts: Tensor
     weights: Tensor
     plan: Tensor | None = None
+    begun: Tensor | None = None
 
 
 class KdaStaged(NamedTuple):
@@ -281,8 +282,8 @@ class Ops(Protocol):
         ...
 
     def experts(self, h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
-        """Chosen experts and the shared one, summed in fp32: a partial (see exchange_norm). rows None: a prefill
-        chunk, where the host may look at the routing."""
+        """Chosen experts and the shared one, summed in fp32: a partial (see exchange_norm). routing: of the same h and
+        rows, by `route`, or experts and weights alone. rows None: a prefill chunk, where the host may look at it."""
         ...
 
     def head(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:

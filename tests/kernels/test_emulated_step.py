@@ -97,8 +97,9 @@ def test_norms_in_the_kernels_after_change_no_logit(
     engine = emulated(folder, device)
     state, ids = engine.new_state, IDS[:3]
     engine.new_state = lambda context: _declared(device, state(context))
+    engine.ops.norm_in_next = False
     want = engine.score(ids, window=1)
-    engine.ops.norm_in_router = engine.ops.norm_in_linear = True
+    engine.ops.norm_in_next = True
     device.launched.clear()
     assert_bits(engine.score(ids, window=1), want, "logits")
     count = device.launched.count

@@ -22,10 +22,10 @@ Compiled = Callable[[str, str], tuple[bytes, str]]
 EARLY = {
     "gemm": {f"{name}_{tokens}": 8 for name in ("linear", "mlp_gate_up", "head") for tokens in (8, 16)}
     | {"linear_normed": 8 + 2},  # and the residual stream, the norm's weight
-    "route": {"router_8": 8, "router_16": 8, "router_normed": 8 + 2},
+    "route": {"router_8": 8, "router_16": 8, "router_normed": 8 + 2}
+    | {"route_select_8": 10, "route_select_16": 10, "route_plan_8": 10, "route_plan_16": 10},  # the shared expert's
     "part": {f"{name}_{tokens}": 8 for name in ("linear_part", "linear_part_normed") for tokens in (8, 16)},
-    "moe": {"experts_gate_up_8": 8, "experts_gate_up_16": 8}
-    | {f"experts_down_{8 * at}_{slots}": 2 * slots for at, forms in enumerate(DOWN_AHEAD, 1) for slots in forms},
+    "moe": {f"experts_down_{8 * at}_{slots}": 2 * slots for at, forms in enumerate(DOWN_AHEAD, 1) for slots in forms},
 }
 WIDE = re.compile(r"LDG\S*\.128")
 NOT_THE_PLAN = re.compile(r"LDG(?!\S*STRONG)\S*\.128")  # which is read before the wait too, from L2
@@ -52,13 +52,27 @@ def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: P
     kernels = disassembled(compiled(unit, arch)[0], tmp_path)
     for name, wanted in EARLY[unit].items():
         code = kernels[name]
-        wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
         product = next(i for i, line in enumerate(code) if "HMMA" in line)
+        begin, wait = [0, *(i for i in range(product) if "ACQBULK" in code[i])][-2:]  # of the way to the products
         weights = NOT_THE_PLAN if "down" in name else WIDE
-        early = sum(bool(weights.search(line)) for line in code[:wait])
+        early = sum(bool(weights.search(line)) for line in code[begin:wait])
         together = sum(bool(WIDE.search(line)) for line in code[wait:product])
         assert early == wanted, f"{name} on {arch}: {early} loads before the wait"
         assert together >= TOGETHER, f"{name} on {arch}: {together} loads before the first product"
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_gate_up_asks_for_its_expert_right_after_the_wait(
+    tokens: int, arch: str, tmp_path: Path, compiled: Compiled
+) -> None:
+    """Divisions stand before it; then come the expert's id and the plan's length, and all weights of a span."""
+    code = disassembled(compiled("moe", arch)[0], tmp_path)[f"experts_gate_up_{tokens}"]
+    wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+    loads = [i for i in range(wait, len(code)) if "LDG" in code[i]]
+    assert "MUFU" in "".join(code[:wait])
+    assert loads[0] - wait < 20
+    assert sum(".LTC256B" in code[i] for i in loads[: 2 + 8 + tokens // 2]) == 8  # with the tokens
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])

@@ -263,9 +263,13 @@ inline void let_next_start_early() {
 }
 
 inline void settle_here(int&) {}
+inline void settle_here(u32&) {}
 inline void settle_here(float&) {}
 template <class T>
 inline void settle_here(T*&) {}
+inline void settle_before_wait(u32 x) {
+  if (x == ALL) emulator::fail("the way out before the wait was taken");
+}
 
 inline float warp_sum(float x) {
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(ALL, x, step);
