@@ -187,6 +187,24 @@ def check_norms_in_kernels_after(place: Place, params: MoeParams, n: int, alone:
             assert_bits(got[:1], want[:1], f"result {number} of kernels that norm {width} values")
 
 
+def check_selection_in_gate_up(place: Place, params: MoeParams, choosing: Any) -> None:
+    """choosing: the same ops, whose gate_up selects one row's experts: the same bits, and the same plan."""
+    choosing.select_in_next = True
+    width = params.gate.shape[1]
+    x, weight = place.rand(ROW_TILE, width, seed=26, scale=3.0), place.weight(width, seed=27)
+    partial = torch.stack([place.rand(ROW_TILE, width, seed=seed).float() for seed in range(50, 54)])
+    place.constant(place.ops._gate(params.gate), choosing._gate(params.gate))
+    found = []
+    for ops in (place.ops, choosing):
+        total, h = ops.exchange_norm(partial, x, weight, 1e-6, 1, lazy=True)
+        routing = ops.route(h, params, 1, lazy=True)
+        out = ops.experts(h, routing, params, 1)
+        found.append((total[:1], h[:1], routing.experts[:1], routing.weights[:1], whole(out)[:1]))
+        check_plan(routing, 1)
+    for number, (got, want) in enumerate(zip(*found, strict=True)):
+        assert_bits(got, want, f"result {number} of a gate_up that selects")
+
+
 def check_route_ties(place: Place, params: MoeParams) -> None:
     """All scores equal: the lower group wins, in it the lower id."""
     level = replace(params, gate=torch.zeros_like(params.gate), bias=torch.zeros_like(params.bias))

@@ -277,8 +277,9 @@ class Ops(Protocol):
         """SwiGLU [R, D] -> partial (see exchange_norm). Source: ling3-model.md 4.4 to 4.6."""
         ...
 
-    def route(self, h: Tensor, params: MoeParams, rows: int | None = None) -> Routing:
-        """Group-limited sigmoid router in fp32; equal scores: the lower id wins. Source: ling3-model.md 4.3."""
+    def route(self, h: Tensor, params: MoeParams, rows: int | None = None, lazy: bool = False) -> Routing:
+        """Group-limited sigmoid router in fp32; equal scores: the lower id wins. Source: ling3-model.md 4.3. lazy: the
+        next op is `experts` of it and nothing reads the routing before it, so a device may leave it to that."""
         ...
 
     def experts(self, h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:

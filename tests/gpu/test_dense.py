@@ -93,6 +93,11 @@ def test_experts(place: Place, params: MoeParams) -> None:
     checks.check_unchosen_experts_are_dropped(place, params)
 
 
+def test_gate_up_can_select(place: Place, params: MoeParams) -> None:
+    for _ in range(20):
+        checks.check_selection_in_gate_up(place, params, CudaOps(place.ops.device))
+
+
 def test_asking_ahead_changes_nothing(place: Place, params: MoeParams) -> None:
     checks.check_asking_ahead_changes_nothing(place, params, CudaOps(place.ops.device))
 
@@ -104,7 +109,7 @@ def layer(ops: CudaOps, params: MoeParams, norm: Tensor, proj: Tensor, out: Tens
         x, h = ops.exchange_norm(None, x, norm, 1e-6, rows)
         partial = ops.linear_partial(ops.linear(h, proj, rows), out, rows)
         x, h = ops.exchange_norm(partial, x, norm, 1e-6, rows, lazy=True)
-        partial = ops.experts(h, ops.route(h, params, rows), params, rows)
+        partial = ops.experts(h, ops.route(h, params, rows, lazy=True), params, rows)
         x, h = ops.exchange_norm(partial, x, norm, 1e-6, rows)
         x, h = ops.exchange_norm(ops.mlp(h, params.shared, rows), x, norm, 1e-6, rows)
         return ops.head(h, vocabulary, rows)
@@ -120,10 +125,10 @@ def chain(place: Place, params: MoeParams) -> tuple[Callable[[CudaOps], Callable
     return lambda ops: layer(ops, params, *tensors, vocabulary), place.rand(ROW_TILE, width, seed=5)
 
 
-@pytest.fixture(params=[False, True], ids=["norms alone", "norms in the kernels after"])
+@pytest.fixture(params=[0, 1, 2], ids=["alone", "norms in the kernels after", "and selection"])
 def ops(cuda_ops: CudaOps, request: pytest.FixtureRequest) -> CudaOps:
     ops = CudaOps(cuda_ops.device)
-    ops.norm_in_next = request.param
+    ops.norm_in_next, ops.select_in_next = request.param > 0, request.param > 1
     return ops
 
 

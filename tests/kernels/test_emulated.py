@@ -131,6 +131,20 @@ def test_norms_in_the_kernels_after_leave_the_same_bits(device: SettledDevice, w
     assert count("exchange_norm") == (9 if wide else 6)
 
 
+@pytest.mark.parametrize(
+    ("experts", "chosen", "groups", "width", "inner", "shared"),
+    [(16, 4, 4, 48, 24, 24), (24, 2, 1, 136, 48, 88), (128, 8, 8, 384, 136, 16), (128, 8, 8, 1544, 40, 24)],
+)
+def test_gate_up_can_select(
+    device: SettledDevice, place: Place, experts: int, chosen: int, groups: int, width: int, inner: int, shared: int
+) -> None:
+    params = checks.moe_params(place, experts, width, inner, chosen, groups, 1.0, shared)
+    device.launched.clear()
+    checks.check_selection_in_gate_up(place, params, DenseOps(device))
+    count = device.launched.count
+    assert count("experts_choose_gate_up") == count("route_select_8") == 1
+
+
 def test_norms_that_no_kernel_after_can_do(device: SettledDevice) -> None:
     """Of several rows, of rows that are read otherwise, too wide for a router's threads, before a long projection."""
     place = Place(DenseOps(device), "cpu", device.constant)
@@ -221,6 +235,10 @@ def all_results(machine: SettledDevice) -> list[torch.Tensor]:
     alone = (one, normed, first.experts, first.weights)
     one, normed = ops.exchange_norm(x, x, norm, 1e-6, 1, lazy=True)
     alone = (*alone, one, normed, ops.linear(normed, weight[:16], 1))
+    _, normed = ops.exchange_norm(x, x, norm, 1e-6, 1, lazy=True)
+    ops.select_in_next = True
+    chosen = ops.route(normed, params, 1, lazy=True)
+    alone = (*alone, checks.whole(ops.experts(normed, chosen, params, 1)), chosen.experts, chosen.weights)
     return [*(t[:rows] for t in rowwise), values[:, :rows], ids[:, :rows], *(t[:1] for t in alone)]
 
 

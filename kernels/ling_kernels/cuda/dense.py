@@ -30,6 +30,7 @@ from ling_kernels.reference import moe as reference_moe
 
 MAX_EXPERTS, MAX_CHOSEN = 512, 8  # as in select.cuh
 MAX_SLOTS = ROW_TILE * MAX_CHOSEN + 1
+CHOOSING = 128  # experts that one warp of each of gate_up's blocks chooses from
 PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS = 4, 4 + MAX_SLOTS, 4 + 2 * MAX_SLOTS + 2
 PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
@@ -52,6 +53,13 @@ class Unnormed(NamedTuple):
     args: list[Argument]
 
 
+class Unselected(NamedTuple):
+    """A row's routing that is not there yet, but for what is begun, and the arguments of its selection."""
+
+    routing: Routing
+    args: list[Argument]
+
+
 class Candidates(NamedTuple):
     """Best logit of every `span` rows of the vocabulary: values [ranges, ROW_TILE] fp32, NaN where one was not
     finite; ids [ranges, ROW_TILE] int32, the lowest of equal ones."""
@@ -66,10 +74,12 @@ class DenseOps:
     """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16.
     For measurements, without effect on any bit: early_norm, exchange_norm lets the next kernel start before it waits
     itself; norm_in_next, at one row the router's kernel, or that of a short projection, does the exchange_norm before
-    it; ask_for_down, the shared expert's down weights are asked for while the router selects."""
+    it; select_in_next, at one row gate_up's kernel selects its experts, where it can; ask_for_down, the shared expert's
+    down weights are asked for while the router selects."""
 
     early_norm = True
     norm_in_next = True
+    select_in_next = False
     ask_for_down = True
 
     def __init__(self, device: Device, gate_fp32: bool = False) -> None:
@@ -77,6 +87,7 @@ class DenseOps:
         self.gate_fp32 = gate_fp32
         self.gated: Gated | None = None
         self.unnormed: Unnormed | None = None
+        self.unselected: Unselected | None = None
         self.candidates: Candidates | None = None
         self._gates: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -188,7 +199,7 @@ class DenseOps:
         self.candidates = Candidates(logits, values, ids, per * 16)
         return logits
 
-    def route(self, h: Tensor, params: MoeParams, rows: int | None = None) -> Routing:
+    def route(self, h: Tensor, params: MoeParams, rows: int | None = None, lazy: bool = False) -> Routing:
         if rows is None:
             gate = params.gate if self.gate_fp32 else params.gate.bfloat16().float()
             return reference_moe.route(h, replace(params, gate=gate))
@@ -204,47 +215,59 @@ class DenseOps:
         if norm is None:
             args = [h, gate, logits, rows, count, width, gate.shape[1], *asked]
             self.device.launch(_named("router", rows), grid, warps * 32, args, bytes_needed)
-        else:
-            args = [*norm, gate, logits, count, gate.shape[1], *asked]
-            self.device.launch("router_normed", grid, warps * 32, args, bytes_needed + row_bytes(width))
-        return self._select(logits, h, params, rows)
+            return self._select(logits, h, params, rows)
+        args = [*norm, gate, logits, count, gate.shape[1], *asked]
+        bytes_needed += row_bytes(width)
+        # where a block of the router has enough warps for a tile of the shared expert
+        later = self.select_in_next and lazy and parts == 1 and count <= CHOOSING and shared_warps(width) <= warps
+        if not later:
+            args += [None, None, None, 0, 0, 0.0, None, 0]
+            self.device.launch("router_normed", grid, warps * 32, args, bytes_needed)
+            return self._select(logits, h, params, rows)
+        routing, shared, tiles = self._begin(h, params, rows)
+        self.device.launch("router_normed", grid[0] + tiles, warps * 32, [*args, routing.plan, *shared], bytes_needed)
+        self.unselected = Unselected(routing, [logits, *_selection(params, routing)])
+        return routing
 
     def _select(self, logits: Tensor, h: Tensor, params: MoeParams, rows: int) -> Routing:
         """logits [parts, ROW_TILE, E] fp32, one or two parts that are to be added."""
         parts, _, count = logits.shape
-        chosen, device = params.experts_per_token, logits.device
-        experts = torch.empty(ROW_TILE, chosen, dtype=torch.int64, device=device)
-        weights = torch.empty(ROW_TILE, chosen, dtype=torch.float32, device=device)
-        plan = torch.empty(PLAN_WORDS, dtype=torch.int32, device=device)
-        args = [logits, params.bias, experts, weights, plan, count, params.n_group, params.topk_group, chosen]
-        args += [float(params.scale), (parts - 1) * ROW_TILE * count]
-        return Routing(experts, weights, plan, self._begin("route_select", args, h, params, rows))
+        routing, shared, tiles = self._begin(h, params, rows)
+        args = [logits, *_selection(params, routing), (parts - 1) * ROW_TILE * count]
+        self._launch_plan("route_select", [*args, h, rows, h.shape[1], *shared], tiles, h.shape[1], rows)
+        return routing
 
     def _plan(self, h: Tensor, routing: Routing, params: MoeParams, rows: int) -> Routing:
         """A routing that was made elsewhere with the device's plan, and its experts begun."""
         chosen = routing.experts.shape[1]
         if chosen > MAX_CHOSEN:
             raise KernelError(f"{chosen} experts for a token: at most {MAX_CHOSEN} are supported")
-        plan = torch.empty(PLAN_WORDS, dtype=torch.int32, device=routing.experts.device)
-        args = [routing.experts, routing.weights, plan, chosen]
-        return Routing(routing.experts, routing.weights, plan, self._begin("route_plan", args, h, params, rows))
+        made, shared, tiles = self._begin(h, params, rows)
+        args = [routing.experts, routing.weights, made.plan, chosen, h, rows, h.shape[1], *shared]
+        self._launch_plan("route_plan", args, tiles, h.shape[1], rows)
+        return made._replace(experts=routing.experts, weights=routing.weights)
 
-    def _begin(self, name: str, args: list[Argument], h: Tensor, params: MoeParams, rows: int) -> Tensor:
-        """Launch a kernel that makes a plan: its other blocks begin the experts. What gate_up then goes on with: values
-        [slots, ROW_TILE, pitch], of which the first slot's, the shared expert's, are made."""
+    def _launch_plan(self, name: str, args: list[Argument], tiles: int, width: int, rows: int) -> None:
+        """One block makes a plan, a warp a row; the others have the shared expert's tiles."""
+        warps = max(rows, shared_warps(width))
+        self.device.launch(_named(name, rows), 1 + tiles, warps * 32, args, sums_bytes(warps, rows, 1))
+
+    def _begin(self, h: Tensor, params: MoeParams, rows: int) -> tuple[Routing, list[Argument], int]:
+        """What a kernel fills that makes a plan, with values [slots, ROW_TILE, pitch] that gate_up goes on with; how it
+        is to make the first slot's, the shared expert's; in how many tiles."""
         width, inner, shared = h.shape[1], params.down.shape[2], params.shared.down.shape[1]
         for size in (width, inner, shared):
             _width("size of an expert", size)
-        pitch = max(inner, shared)
-        most = min(params.gate.shape[0], rows * params.experts_per_token)
-        mid = h.new_empty(1 + most, ROW_TILE, pitch)
+        chosen, device, pitch = params.experts_per_token, h.device, max(inner, shared)
+        routing = Routing(
+            torch.empty(ROW_TILE, chosen, dtype=torch.int64, device=device),
+            torch.empty(ROW_TILE, chosen, dtype=torch.float32, device=device),
+            torch.empty(PLAN_WORDS, dtype=torch.int32, device=device),
+            h.new_empty(1 + min(params.gate.shape[0], rows * chosen), ROW_TILE, pitch),
+        )
         gate_up, down, limit = params.shared.gate_up, params.shared.down, float(params.shared.limit)
         asked = down.numel() * down.element_size() if self.ask_for_down else 0
-        args = [*args, h, gate_up, mid, shared, pitch, limit, rows, width, down, asked]
-        warps = max(rows, shared_warps(width))  # a row each to select
-        tiles, bytes_needed = -(-shared // 8), sums_bytes(warps, rows, 1)
-        self.device.launch(_named(name, rows), 1 + tiles, warps * 32, args, bytes_needed)
-        return mid
+        return routing, [gate_up, routing.begun, shared, pitch, limit, down, asked], -(-shared // 8)
 
     def experts(self, h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
         if rows is None:
@@ -254,9 +277,12 @@ class DenseOps:
         tiles = -(-inner // 8)
         # the fewest tiles that a step may have decide the warps: what one row asks for, at any width
         warps = warps_for(params.experts_per_token * tiles, width, self.device.properties.num_sms)
-        name, bytes_needed = _named("experts_gate_up", rows), sums_bytes(warps, rows)
+        name, args, bytes_needed = _named("experts_gate_up", rows), [plan], sums_bytes(warps, rows)
+        unselected, self.unselected = self.unselected, None
+        if unselected is not None and unselected.routing is routing:
+            name, args = "experts_choose_gate_up", unselected.args
         blocks = min((mid.shape[0] - 1) * tiles, self.device.resident(name, warps * 32, bytes_needed))
-        args = [h, params.gate_up, plan, mid, inner, pitch, float(params.limit), rows, width]
+        args = [h, params.gate_up, *args, mid, inner, pitch, float(params.limit), rows, width]
         self.device.launch(name, blocks, warps * 32, args, bytes_needed)
         warps, parts = down_shape(pitch)
         out = torch.empty(parts, h.shape[0], width, dtype=torch.float32, device=h.device)
@@ -332,6 +358,12 @@ def _check_router(params: MoeParams) -> None:
         raise KernelError(f"{params.experts_per_token} experts for a token: at most {MAX_CHOSEN} are supported")
     if params.topk_group * count // groups < params.experts_per_token:
         raise KernelError(f"{params.topk_group} groups of {count // groups} experts: too few for a token's choices")
+
+
+def _selection(params: MoeParams, to: Routing) -> list[Argument]:
+    """Arguments of a selection behind its logits."""
+    args = [params.bias, to.experts, to.weights, to.plan, params.gate.shape[0], params.n_group, params.topk_group]
+    return [*args, params.experts_per_token, float(params.scale)]
 
 
 def _named(name: str, rows: int) -> str:

@@ -189,6 +189,13 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+// Which of a multiprocessor's places for warps this one has; every fourth is the same scheduler's.
+__device__ __forceinline__ int warp_slot() {
+  int slot;
+  asm volatile("mov.u32 %0, %%warpid;" : "=r"(slot));
+  return slot;
+}
+
 __device__ __forceinline__ u32 warp_max(u32 x) { return __reduce_max_sync(ALL, x); }
 __device__ __forceinline__ u32 warp_min(u32 x) { return __reduce_min_sync(ALL, x); }
 

@@ -168,8 +168,8 @@ struct Plain {
 };
 
 // Walk this block's tiles. Source: first(), step, width (of a weight row); place(tile), where that is; EARLY: its weights
-// may be loaded before the wait, and if not, settle(place) comes there; after the wait ask(place), which may load what
-// rows(place, g) needs, and end(); ONE: there is one tile. Factor, if it is SCALED, for widths of whole spans: prepare()
+// may be loaded before the wait, and if not, settle(place) comes there, and ready() after it; after the wait ask(place), which may load
+// what rows(place, g) needs, and end(); ONE: there is one tile. Factor, if it is SCALED, for widths of whole spans: prepare()
 // before the wait, ask(span) after it with the span's weights, then take() and of(token). Epilogue: expect(place) while the
 // tile's weights are on their way; operator()(place, Sums) by all threads after a barrier; finish() at the end. Shared
 // memory: sums_of.
@@ -229,7 +229,7 @@ __device__ __forceinline__ void stream_tiles(
   wait_for_producer();
   let_next_start();
   tokens.make();
-  if constexpr (!Source::EARLY) source.ask(now);
+  if constexpr (!Source::EARLY) source.ready(), source.ask(now);
   const int end = source.end();
   if constexpr (!Source::EARLY) start(tile < end);
   first_activations();

@@ -15,17 +15,25 @@
 ROUTER(router_8, 1)
 ROUTER(router_16, 2)
 
-// The same for one row that exchange_norm's arguments make: x_out and h are written, too. Shared: behind the warps' sums
-// the row, k + 8 values.
+// The same for one row that exchange_norm's arguments make: x_out and h are written, too. Where gate_up is to select, plan is
+// given: it is cleared, and the blocks behind those of the router (see router_part) have the shared expert's tiles. Shared:
+// behind the warps' sums the row, k + 8 values.
 extern "C" __global__ void __launch_bounds__(512, 1) router_normed(
     const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int k, float eps,
-    const bf16* w, float* out, int n, int width, const u8* asked, int bytes) {
+    const bf16* w, float* out, int n, int width, const u8* asked, int bytes, u32* plan, const bf16* gate_up, bf16* mid,
+    int inner, int mid_pitch, float limit, const u8* ahead, int ahead_bytes) {
   DYNAMIC_SHARED(shared);
   __shared__ __align__(16) float warps[WARP];
-  if (blockIdx.x + blockIdx.y + threadIdx.x == 0) prefetch_l2(asked, u32(bytes));
   bf16* row = reinterpret_cast<bf16*>(shared + blockDim.x / WARP * Sums<1>::SIZE * sizeof(float));
   RowToNorm made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};
+  const int tiles = (n + 15) / 16;
+  if (int(blockIdx.x) >= tiles) {
+    const SharedExpert expert = {gate_up, mid, inner, mid_pitch, limit, ahead, ahead_bytes, 1, k};
+    return shared_tile<1>(made, expert, blockIdx.x - tiles);
+  }
+  if (blockIdx.x + blockIdx.y + threadIdx.x == 0) prefetch_l2(asked, u32(bytes));
   router_part<1>(made, w, out, 1, n, k, width);
+  if (plan != nullptr && blockIdx.x + blockIdx.y == 0) clear_plan(plan);
 }
 
 struct Selection {
@@ -46,7 +54,7 @@ __device__ __forceinline__ void select_row(
   const Logits own = {logits + row * router.experts, second};
   const int expert = choose_expert(router, share, own, shared.places[row]);
   const float logit = own.of(expert);
-  begin_plan(plan, live);  // while the logit is on its way
+  begin_plan(plan, live, row);  // while the logit is on its way
   const Pick pick(expert, router.chosen);
   const float weight = router_weight(router, logit);
   if (lane < router.chosen) experts[row * router.chosen + lane] = expert, weights[row * router.chosen + lane] = weight;
@@ -60,10 +68,11 @@ __device__ __forceinline__ void select_row(
 #define ROUTE_SELECT(NAME, NT)                                                                                    \
   extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1) NAME(                                           \
       const float* logits, const float* bias, i64* experts, float* weights, u32* plan, int num_experts,           \
-      int groups, int allowed_groups, int chosen, float scale, int second, const bf16* x, const bf16* gate_up,    \
-      bf16* mid, int inner, int pitch, float limit, int live, int width, const u8* ahead, int bytes) {            \
+      int groups, int allowed_groups, int chosen, float scale, int second, const bf16* x, int live, int width,    \
+      const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, const u8* ahead, int bytes) {            \
     if (blockIdx.x > 0) {                                                                                         \
-      return shared_tile<NT>({x, gate_up, mid, inner, pitch, limit, live, width, ahead, bytes});                  \
+      GivenRows rows = {x};                                                                                       \
+      return shared_tile<NT>(rows, {gate_up, mid, inner, pitch, limit, ahead, bytes, live, width}, blockIdx.x - 1);\
     }                                                                                                             \
     __shared__ Selection shared;                                                                                  \
     const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};                        \
@@ -85,17 +94,18 @@ __device__ __forceinline__ void plan_rows(const i64* experts, const float* weigh
   let_next_start_early();
   wait_for_producer();
   if (row >= live) return;
-  begin_plan(plan, live);
+  begin_plan(plan, live, row);
   write_plan(shared, plan, live, MAX_EXPERTS / WARP, Pick(int(experts[at]), chosen), weights[at]);
 }
 
 // The same from choices that were made elsewhere.
 #define ROUTE_PLAN(NAME, NT)                                                                                      \
   extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1) NAME(                                           \
-      const i64* experts, const float* weights, u32* plan, int chosen, const bf16* x, const bf16* gate_up,        \
-      bf16* mid, int inner, int pitch, float limit, int live, int width, const u8* ahead, int bytes) {            \
+      const i64* experts, const float* weights, u32* plan, int chosen, const bf16* x, int live, int width,        \
+      const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, const u8* ahead, int bytes) {            \
     if (blockIdx.x == 0) return plan_rows(experts, weights, plan, chosen, live);                                  \
-    shared_tile<NT>({x, gate_up, mid, inner, pitch, limit, live, width, ahead, bytes});                           \
+    GivenRows rows = {x};                                                                                         \
+    shared_tile<NT>(rows, {gate_up, mid, inner, pitch, limit, ahead, bytes, live, width}, blockIdx.x - 1);        \
   }
 ROUTE_PLAN(route_plan_8, 1)
 ROUTE_PLAN(route_plan_16, 2)

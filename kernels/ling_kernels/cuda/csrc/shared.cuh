@@ -5,25 +5,25 @@
 
 constexpr int SHARED_AHEAD = 5;  // chunks of K, side by side, that each of up to 16 warps asks for at once
 
-// x [*, width], gate_up [2 inner, width] -> mid [*, pitch], rows of `inner` values. ahead, bytes: asked for, in as many
+// Rows [*, width], gate_up [2 inner, width] -> mid [*, pitch], rows of `inner` values. ahead, bytes: asked for, in as many
 // pieces as there are tiles.
 struct SharedExpert {
-  const bf16* x;
   const bf16* gate_up;
   bf16* mid;
   int inner, pitch;
   float limit;
-  int live, width;
   const u8* ahead;
-  int bytes;
+  int bytes, live, width;
+
+  __device__ __forceinline__ int tiles() const { return (inner + 7) / 8; }
 };
 
-// Block 1 + t has tile t of 8 gate and 8 up rows. Shared: warps · 8 NT · PITCH floats.
-template <int NT>
-__device__ __forceinline__ void shared_tile(const SharedExpert& to) {
+// A block's tile of 8 gate and 8 up rows. x: as the router's. Shared: warps · 8 NT · PITCH floats.
+template <int NT, class Source>
+__device__ __forceinline__ void shared_tile(Source& x, const SharedExpert& to, int tile) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, group = threadIdx.x % WARP / 4;
-  const int tile = blockIdx.x - 1, hop = warps * SHARED_AHEAD * CHUNK;
+  const int hop = warps * SHARED_AHEAD * CHUNK;
   int k = warp * SHARED_AHEAD * CHUNK + threadIdx.x % 4 * 8;
   const Rows rows = gate_up_rows(to.gate_up, to.inner, to.width, tile, group);
   Chunk w[SHARED_AHEAD];
@@ -31,14 +31,14 @@ __device__ __forceinline__ void shared_tile(const SharedExpert& to) {
 #pragma unroll
   for (int s = 0; s < SHARED_AHEAD; ++s) load_chunk(w[s], rows, k + s * CHUNK, to.width);
   if (threadIdx.x == 0) {
-    const int piece = (to.bytes / 16 + gridDim.x - 2) / (gridDim.x - 1) * 16, left = to.bytes - tile * piece;
+    const int piece = (to.bytes / 16 + to.tiles() - 1) / to.tiles() * 16, left = to.bytes - tile * piece;
     if (left > 0) prefetch_l2(to.ahead + tile * piece, u32(min(left, piece)));
   }
-  const bf16* token[NT];
+  int token[NT];
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     const int at = n * 8 + group;
-    token[n] = to.x + (at < to.live ? at : 0) * to.width + k;
+    token[n] = (at < to.live ? at : 0) * to.width + k;
     settle_here(token[n]);
   }
   const Own<NT, 8> own;
@@ -46,14 +46,16 @@ __device__ __forceinline__ void shared_tile(const SharedExpert& to) {
   const u32 zero = u32(to.live) / 32;  // see multiply
   int stored = row < to.inner ? to.live : 0;
   settle_here(stored);
+  x.ask();
   let_next_start_early();
   wait_for_producer();
+  x.make(1 + tile);
   float sums[NT][4] = {}, more[NT][4] = {};
   for (int done = hop;; done += hop) {
 #pragma unroll
     for (int s = 0; s < SHARED_AHEAD; ++s) {
 #pragma unroll
-      for (int n = 0; n < NT; ++n) load_activations_into(in[s][n], token[n] + s * CHUNK, k + s * CHUNK < to.width);
+      for (int n = 0; n < NT; ++n) x.take(in[s][n], token[n] + s * CHUNK, k + s * CHUNK < to.width);
     }
 #pragma unroll
     for (int s = 0; s < SHARED_AHEAD; ++s) multiply(sums, more, w[s], in[s], zero);
