@@ -167,16 +167,17 @@ def check_route(place: Place, params: MoeParams, rows: int) -> Routing:
     return got
 
 
-def check_norms_in_kernels_after(place: Place, params: MoeParams, n: int, norming: Any) -> None:
-    """norming: the same ops, whose router and projection to n values do the norm before them: the same bits."""
+def check_norms_in_kernels_after(place: Place, params: MoeParams, n: int, alone: Any) -> None:
+    """alone: the same ops, whose router and projection to n values leave the norm before them alone: the same bits."""
+    alone.norm_in_next = False
     width = params.gate.shape[1]
     projection = place.weight(n, width, seed=28)
     x, weight = place.rand(ROW_TILE, width, seed=26, scale=3.0), place.weight(width, seed=27)
     several = torch.stack([place.rand(ROW_TILE, width, seed=seed).float() for seed in range(50, 55)])
-    place.constant(place.ops._gate(params.gate), norming._gate(params.gate))
+    place.constant(place.ops._gate(params.gate), alone._gate(params.gate))
     for partial in (several, several[:4], several[0].bfloat16()):
         found = []
-        for ops in (place.ops, norming):
+        for ops in (place.ops, alone):
             total, h = ops.exchange_norm(partial, x, weight, 1e-6, 1, lazy=True)
             routing = ops.route(h, params, 1)
             again, normed = ops.exchange_norm(partial, x, weight, 1e-6, 1, lazy=True)
@@ -184,6 +185,24 @@ def check_norms_in_kernels_after(place: Place, params: MoeParams, n: int, normin
             found.append((total, h, routing.weights, routing.experts, again, normed, projected))
         for number, (got, want) in enumerate(zip(*found, strict=True)):
             assert_bits(got[:1], want[:1], f"result {number} of kernels that norm {width} values")
+
+
+def check_selection_in_gate_up(place: Place, params: MoeParams, choosing: Any) -> None:
+    """choosing: the same ops, whose gate_up selects one row's experts: the same bits, and the same plan."""
+    choosing.select_in_next = True
+    width = params.gate.shape[1]
+    x, weight = place.rand(ROW_TILE, width, seed=26, scale=3.0), place.weight(width, seed=27)
+    partial = torch.stack([place.rand(ROW_TILE, width, seed=seed).float() for seed in range(50, 54)])
+    place.constant(place.ops._gate(params.gate), choosing._gate(params.gate))
+    found = []
+    for ops in (place.ops, choosing):
+        total, h = ops.exchange_norm(partial, x, weight, 1e-6, 1, lazy=True)
+        routing = ops.route(h, params, 1, lazy=True)
+        out = ops.experts(h, routing, params, 1)
+        found.append((total[:1], h[:1], routing.experts[:1], routing.weights[:1], whole(out)[:1]))
+        check_plan(routing, 1)
+    for number, (got, want) in enumerate(zip(*found, strict=True)):
+        assert_bits(got, want, f"result {number} of a gate_up that selects")
 
 
 def check_route_ties(place: Place, params: MoeParams) -> None:
@@ -204,7 +223,8 @@ def check_selection(place: Place, params: MoeParams, rows: int) -> None:
     bias = (torch.randint(-2, 3, (count,), generator=generator) / 8).to(params.bias.device)
     place.constant(bias)
     params, logits = replace(params, bias=bias), logits.to(bias.device)
-    routing = place.ops._select(logits[None], params, rows)
+    x = place.rand(ROW_TILE, params.shared.gate_up.shape[1], seed=29)
+    routing = place.ops._select(logits[None], x, params, rows)
     score = 1 / (1 + torch.exp(-logits[:rows]))
     choice = (score + bias).nan_to_num(nan=-torch.inf)
     groups = choice.view(rows, params.n_group, -1)
@@ -218,11 +238,11 @@ def check_selection(place: Place, params: MoeParams, rows: int) -> None:
     weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * params.scale
     torch.testing.assert_close(routing.weights[:rows], weights, rtol=1e-5, atol=1e-7, equal_nan=True)
     check_plan(routing, rows)
-    elsewhere = place.ops._plan(routing, rows)
-    assert plan_words(elsewhere, rows) == plan_words(routing.plan, rows), "the plan of choices made elsewhere"
+    elsewhere = place.ops._plan(x, routing, params, rows)
+    assert plan_words(elsewhere.plan, rows) == plan_words(routing.plan, rows), "the plan of choices made elsewhere"
     halves = torch.stack([logits / 2, logits / 2])
     for parts, width in ((halves, rows), (logits[None], 1), (halves, rows // 2 + 1)):
-        again = place.ops._select(parts, params, width)
+        again = place.ops._select(parts, x, params, width)
         assert again.experts[:width].tolist() == routing.experts[:width].tolist()
         assert_bits(again.weights[:width].nan_to_num(7.0), routing.weights[:width].nan_to_num(7.0), "router weights")
         check_plan(again, width)
@@ -293,8 +313,9 @@ def check_unchosen_experts_are_dropped(place: Place, params: MoeParams) -> None:
     assert not got[1].isfinite().all()
 
 
-def check_prefetch_changes_nothing(place: Place, params: MoeParams, silent: Any) -> None:
-    """silent: the same ops without prefetch."""
+def check_asking_ahead_changes_nothing(place: Place, params: MoeParams, silent: Any) -> None:
+    """silent: the same ops, which do not ask for the shared expert's down weights ahead."""
+    silent.ask_for_down = False
     x = place.rand(ROW_TILE, params.gate.shape[1], seed=25)
     place.constant(place.ops._gate(params.gate), silent._gate(params.gate))
     for rows in (1, 9):
@@ -302,4 +323,4 @@ def check_prefetch_changes_nothing(place: Place, params: MoeParams, silent: Any)
             whole(ops.experts(x, ops.route(x, params, rows), params, rows))[:rows].clone()
             for ops in (place.ops, silent)
         )
-        assert_bits(got, want, "experts with and without prefetch")
+        assert_bits(got, want, "experts, asked for ahead or not")

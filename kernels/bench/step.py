@@ -3,7 +3,6 @@
 python kernels/bench/step.py                         # tiny, 1 and 9 rows after 8,192 tokens, and an 8,192-token prefill
 python kernels/bench/step.py --draft                 # with the 3-layer DSpark draft at the end of the step
 python kernels/bench/step.py --model flash --shard 4 # one rank of four, without exchange
-python kernels/bench/step.py --norm-in-router --norm-in-linear   # one row: norms in the kernels that come after
 python kernels/bench/step.py --breakdown             # microseconds by kernel of one step
 
 Weights are random: times are real, texts and acceptance are not.
@@ -108,13 +107,15 @@ def main() -> None:
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--late-norm", action="store_true", help="exchange_norm waits before it lets the next one in")
     parser.add_argument("--split-queries", action="store_true", help="MLA's low-rank queries by two kernels")
-    parser.add_argument("--norm-in-router", action="store_true", help="one row: no exchange_norm before the router")
-    parser.add_argument("--norm-in-linear", action="store_true", help="nor before the first projection of MLA")
+    parser.add_argument("--norms-alone", action="store_true", help="one row: no norm in the kernel that comes after")
+    parser.add_argument("--select-in-next", action="store_true", help="one row: gate_up selects the experts")
+    parser.add_argument("--no-ask", action="store_true", help="nothing of the shared expert's down is asked for ahead")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
     ops.early_norm, ops.split_queries = not args.late_norm, args.split_queries
-    ops.norm_in_router, ops.norm_in_linear = args.norm_in_router, args.norm_in_linear
+    ops.norm_in_next, ops.ask_for_down = not args.norms_alone, not args.no_ask
+    ops.select_in_next = args.select_in_next
     config = dummy.shard_of(dummy.MODELS[args.model], args.shard)
     if args.layers:
         config = replace(config, num_layers=args.layers)

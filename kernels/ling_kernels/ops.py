@@ -148,11 +148,12 @@ class Proposal(NamedTuple):
 
 class Routing(NamedTuple):
     """experts [R, K] int64, best first; weights [R, K] fp32, normalised and scaled; plan: the same in the device's own
-    form for its experts op, where it has one."""
+    form for its experts op, where it has one, and what it has begun of that op with the same h and parameters."""
 
     experts: Tensor
     weights: Tensor
     plan: Tensor | None = None
+    begun: Tensor | None = None
 
 
 class KdaStaged(NamedTuple):
@@ -276,13 +277,14 @@ class Ops(Protocol):
         """SwiGLU [R, D] -> partial (see exchange_norm). Source: ling3-model.md 4.4 to 4.6."""
         ...
 
-    def route(self, h: Tensor, params: MoeParams, rows: int | None = None) -> Routing:
-        """Group-limited sigmoid router in fp32; equal scores: the lower id wins. Source: ling3-model.md 4.3."""
+    def route(self, h: Tensor, params: MoeParams, rows: int | None = None, lazy: bool = False) -> Routing:
+        """Group-limited sigmoid router in fp32; equal scores: the lower id wins. Source: ling3-model.md 4.3. lazy: the
+        next op is `experts` of it and nothing reads the routing before it, so a device may leave it to that."""
         ...
 
     def experts(self, h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
-        """Chosen experts and the shared one, summed in fp32: a partial (see exchange_norm). rows None: a prefill
-        chunk, where the host may look at the routing."""
+        """Chosen experts and the shared one, summed in fp32: a partial (see exchange_norm). routing: of the same h and
+        rows, by `route`, or experts and weights alone. rows None: a prefill chunk, where the host may look at it."""
         ...
 
     def head(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:

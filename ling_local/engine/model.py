@@ -84,5 +84,5 @@ def feed_forward(
     routed = isinstance(layer.mlp, MoeParams)
     x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps, rows, lazy=routed)
     if routed:
-        return x, ops.experts(h, ops.route(h, layer.mlp, rows), layer.mlp, rows)
+        return x, ops.experts(h, ops.route(h, layer.mlp, rows, True), layer.mlp, rows)
     return x, ops.mlp(h, layer.mlp, rows)

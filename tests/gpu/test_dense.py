@@ -83,8 +83,8 @@ def test_router(place: Place, params: MoeParams, gate_fp32: bool) -> None:
         checks.check_route(replace(place, ops=ops), params, rows)
         checks.check_selection(replace(place, ops=ops), params, rows)
     checks.check_route_ties(replace(place, ops=ops), params)
-    norming = CudaOps(place.ops.device, gate_fp32=gate_fp32, norm_in_router=True, norm_in_linear=True)
-    checks.check_norms_in_kernels_after(replace(place, ops=ops), params, 848, norming)
+    alone = CudaOps(place.ops.device, gate_fp32=gate_fp32)
+    checks.check_norms_in_kernels_after(replace(place, ops=ops), params, 848, alone)
 
 
 def test_experts(place: Place, params: MoeParams) -> None:
@@ -93,8 +93,13 @@ def test_experts(place: Place, params: MoeParams) -> None:
     checks.check_unchosen_experts_are_dropped(place, params)
 
 
-def test_prefetch_changes_nothing(place: Place, params: MoeParams) -> None:
-    checks.check_prefetch_changes_nothing(place, params, CudaOps(place.ops.device, prefetch=False))
+def test_gate_up_can_select(place: Place, params: MoeParams) -> None:
+    for _ in range(20):
+        checks.check_selection_in_gate_up(place, params, CudaOps(place.ops.device))
+
+
+def test_asking_ahead_changes_nothing(place: Place, params: MoeParams) -> None:
+    checks.check_asking_ahead_changes_nothing(place, params, CudaOps(place.ops.device))
 
 
 def layer(ops: CudaOps, params: MoeParams, norm: Tensor, proj: Tensor, out: Tensor, vocabulary: Tensor) -> Callable:
@@ -104,7 +109,7 @@ def layer(ops: CudaOps, params: MoeParams, norm: Tensor, proj: Tensor, out: Tens
         x, h = ops.exchange_norm(None, x, norm, 1e-6, rows)
         partial = ops.linear_partial(ops.linear(h, proj, rows), out, rows)
         x, h = ops.exchange_norm(partial, x, norm, 1e-6, rows, lazy=True)
-        partial = ops.experts(h, ops.route(h, params, rows), params, rows)
+        partial = ops.experts(h, ops.route(h, params, rows, lazy=True), params, rows)
         x, h = ops.exchange_norm(partial, x, norm, 1e-6, rows)
         x, h = ops.exchange_norm(ops.mlp(h, params.shared, rows), x, norm, 1e-6, rows)
         return ops.head(h, vocabulary, rows)
@@ -120,9 +125,11 @@ def chain(place: Place, params: MoeParams) -> tuple[Callable[[CudaOps], Callable
     return lambda ops: layer(ops, params, *tensors, vocabulary), place.rand(ROW_TILE, width, seed=5)
 
 
-@pytest.fixture(params=[False, True], ids=["norms alone", "norms in the kernels after"])
+@pytest.fixture(params=[0, 1, 2], ids=["alone", "norms in the kernels after", "and selection"])
 def ops(cuda_ops: CudaOps, request: pytest.FixtureRequest) -> CudaOps:
-    return CudaOps(cuda_ops.device, norm_in_router=request.param, norm_in_linear=request.param)
+    ops = CudaOps(cuda_ops.device)
+    ops.norm_in_next, ops.select_in_next = request.param > 0, request.param > 1
+    return ops
 
 
 def test_a_row_has_its_bits_to_itself(ops: CudaOps, chain: tuple[Callable, Tensor]) -> None:

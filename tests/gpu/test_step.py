@@ -174,15 +174,16 @@ def test_a_graph_gives_the_bits_of_single_eager_rows(engine: NativeEngine, alone
     assert_bits(captured_score(engine, width), alone, f"captured logits at width {width}")
 
 
-@pytest.mark.parametrize("form", ["norm_in_router", "norm_in_linear"])
-def test_norms_in_the_kernels_after_give_the_same_bits(engine: NativeEngine, alone: Tensor, form: str) -> None:
-    norming = load()
-    setattr(norming.ops, form, True)
-    assert_bits(norming.score(IDS, window=1), alone, "logits")
-    assert_bits(captured_score(norming, 1), alone, "captured logits")
+@pytest.mark.parametrize(("form", "value"), [("norm_in_next", False), ("select_in_next", True)])
+def test_other_forms_give_the_same_bits(engine: NativeEngine, alone: Tensor, form: str, value: bool) -> None:
+    """One row's norms in kernels of their own; its selection in gate_up's."""
+    other = load()
+    setattr(other.ops, form, value)
+    assert_bits(other.score(IDS, window=1), alone, "logits")
+    assert_bits(captured_score(other, 1), alone, "captured logits")
     for prompt in PROMPTS[:3]:
-        assert ids_of(run(norming, prompt, 100, drafts=False)) == ids_of(run(engine, prompt, 100, drafts=False))
-    norming.close()
+        assert ids_of(run(other, prompt, 100, drafts=False)) == ids_of(run(engine, prompt, 100, drafts=False))
+    other.close()
 
 
 def test_weights_are_staged_to_the_device_to_the_bit(engine: NativeEngine) -> None:

@@ -121,18 +121,33 @@ def test_a_wide_router_is_shared_by_two_blocks(device: SettledDevice, width: int
 )
 def test_norms_in_the_kernels_after_leave_the_same_bits(device: SettledDevice, width: int, gate_fp32: bool) -> None:
     place = Place(DenseOps(device, gate_fp32), "cpu", device.constant)
-    norming = DenseOps(device, gate_fp32, norm_in_router=True, norm_in_linear=True)
     device.launched.clear()
-    checks.check_norms_in_kernels_after(place, checks.moe_params(place, 24, width, 8, 4, 1), 40, norming)
+    checks.check_norms_in_kernels_after(
+        place, checks.moe_params(place, 24, width, 8, 4, 1), 40, DenseOps(device, gate_fp32)
+    )
     count = device.launched.count
     wide = width > 2048  # than what a projection's warps have on their way at once
     assert (count("router_normed"), count("linear_normed")) == (3, 0 if wide else 3)
     assert count("exchange_norm") == (9 if wide else 6)
 
 
+@pytest.mark.parametrize(
+    ("experts", "chosen", "groups", "width", "inner", "shared"),
+    [(16, 4, 4, 48, 24, 24), (24, 2, 1, 136, 48, 88), (128, 8, 8, 384, 136, 16), (128, 8, 8, 1544, 40, 24)],
+)
+def test_gate_up_can_select(
+    device: SettledDevice, place: Place, experts: int, chosen: int, groups: int, width: int, inner: int, shared: int
+) -> None:
+    params = checks.moe_params(place, experts, width, inner, chosen, groups, 1.0, shared)
+    device.launched.clear()
+    checks.check_selection_in_gate_up(place, params, DenseOps(device))
+    count = device.launched.count
+    assert count("experts_choose_gate_up") == count("route_select_8") == 1
+
+
 def test_norms_that_no_kernel_after_can_do(device: SettledDevice) -> None:
     """Of several rows, of rows that are read otherwise, too wide for a router's threads, before a long projection."""
-    place = Place(DenseOps(device, norm_in_router=True, norm_in_linear=True), "cpu", device.constant)
+    place = Place(DenseOps(device), "cpu", device.constant)
     launched = device.launched
     x, weight = place.rand(ROW_TILE, 48, seed=1), place.weight(48, seed=2)
     for rows, lazy in ((2, True), (1, False)):
@@ -146,7 +161,7 @@ def test_norms_that_no_kernel_after_can_do(device: SettledDevice) -> None:
     x, weight = place.rand(ROW_TILE, 4104, seed=4), place.weight(4104, seed=5)
     _, h = place.ops.exchange_norm(x, x, weight, 1e-6, 1, lazy=True)
     place.ops.route(h, params, 1)
-    assert launched[-3:] == ["exchange_norm", "router_8", "route_select"]
+    assert launched[-3:] == ["exchange_norm", "router_8", "route_select_8"]
 
 
 @pytest.mark.parametrize(
@@ -160,9 +175,9 @@ def test_experts(place: Place, width: int, inner: int, shared: int, limit: float
     checks.check_unchosen_experts_are_dropped(place, params)
 
 
-def test_prefetch_changes_nothing(device: SettledDevice, place: Place) -> None:
+def test_asking_ahead_changes_nothing(device: SettledDevice, place: Place) -> None:
     params = checks.moe_params(place, 16, 48, 24, 4, 4)
-    checks.check_prefetch_changes_nothing(place, params, DenseOps(device, prefetch=False))
+    checks.check_asking_ahead_changes_nothing(place, params, DenseOps(device))
 
 
 def test_every_form_of_down_leaves_the_same_bits(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +217,7 @@ def test_a_row_has_its_bits_to_itself(place: Place, width: int) -> None:
 
 def all_results(machine: SettledDevice) -> list[torch.Tensor]:
     """What every kernel of this file leaves, for 11 rows, and what those do that norm one."""
-    ops = DenseOps(machine, norm_in_router=True, norm_in_linear=True)
+    ops = DenseOps(machine)
     place, rows = Place(ops, "cpu", machine.constant), 11
     params = checks.moe_params(place, 64, 384, 40, 8, 8)
     place.constant(place.ops._gate(params.gate))
@@ -220,6 +235,10 @@ def all_results(machine: SettledDevice) -> list[torch.Tensor]:
     alone = (one, normed, first.experts, first.weights)
     one, normed = ops.exchange_norm(x, x, norm, 1e-6, 1, lazy=True)
     alone = (*alone, one, normed, ops.linear(normed, weight[:16], 1))
+    _, normed = ops.exchange_norm(x, x, norm, 1e-6, 1, lazy=True)
+    ops.select_in_next = True
+    chosen = ops.route(normed, params, 1, lazy=True)
+    alone = (*alone, checks.whole(ops.experts(normed, chosen, params, 1)), chosen.experts, chosen.weights)
     return [*(t[:rows] for t in rowwise), values[:, :rows], ids[:, :rows], *(t[:1] for t in alone)]
 
 
@@ -239,7 +258,7 @@ def test_unsupported_sizes_are_named(place: Place) -> None:
         place.ops.linear(place.rand(32, 16, seed=1), place.rand(5, 16, seed=2), 17)
     routing = Routing(torch.zeros(ROW_TILE, 9, dtype=torch.int64), torch.zeros(ROW_TILE, 9))
     with pytest.raises(KernelError, match="9 experts for a token"):
-        place.ops._plan(routing, 1)
+        place.ops._plan(place.rand(ROW_TILE, 16, seed=3), routing, checks.moe_params(place, 16, 16, 8, 9, 1), 1)
 
 
 def test_the_emulator_sees_an_early_touch(device: SettledDevice, place: Place) -> None:

@@ -97,11 +97,18 @@ def test_norms_in_the_kernels_after_change_no_logit(
     engine = emulated(folder, device)
     state, ids = engine.new_state, IDS[:3]
     engine.new_state = lambda context: _declared(device, state(context))
+    engine.ops.norm_in_next = False
     want = engine.score(ids, window=1)
-    engine.ops.norm_in_router = engine.ops.norm_in_linear = True
+    engine.ops.norm_in_next = True
     device.launched.clear()
     assert_bits(engine.score(ids, window=1), want, "logits")
+    engine.ops.select_in_next = True
+    assert_bits(engine.score(ids, window=1), want, "logits where gate_up selects")
     count = device.launched.count
+    assert count("experts_choose_gate_up") == count("route_select_8") == len(ids)
+    device.launched.clear()
+    engine.ops.select_in_next = False
+    assert_bits(engine.score(ids, window=1), want, "logits")
     assert count("linear_normed") == count("router_normed") == len(ids)  # of the second layer
     assert count("exchange_norm") == 3 * len(ids)  # of an embedding, before a dense MLP and before the head
 

@@ -18,14 +18,15 @@ from ling_kernels.cuda.dense import DOWN_AHEAD
 
 Compiled = Callable[[str, str], tuple[bytes, str]]
 
+SHARED = 10  # of a tile of the shared expert
 # 16-byte loads of a thread that stand before the wait: two weight rows of DEPTH chunks, or of each slot that down wants
 EARLY = {
     "gemm": {f"{name}_{tokens}": 8 for name in ("linear", "mlp_gate_up", "head") for tokens in (8, 16)}
     | {"linear_normed": 8 + 2},  # and the residual stream, the norm's weight
-    "route": {"router_8": 8, "router_16": 8, "router_normed": 8 + 2},
+    "route": {"router_8": 8, "router_16": 8, "router_normed": [SHARED + 2, 8 + 2]}
+    | {f"{name}_{tokens}": SHARED for name in ("route_select", "route_plan") for tokens in (8, 16)},
     "part": {f"{name}_{tokens}": 8 for name in ("linear_part", "linear_part_normed") for tokens in (8, 16)},
-    "moe": {"experts_gate_up_8": 8, "experts_gate_up_16": 8}
-    | {f"experts_down_{8 * at}_{slots}": 2 * slots for at, forms in enumerate(DOWN_AHEAD, 1) for slots in forms},
+    "moe": {f"experts_down_{8 * at}_{slots}": 2 * slots for at, forms in enumerate(DOWN_AHEAD, 1) for slots in forms},
 }
 WIDE = re.compile(r"LDG\S*\.128")
 NOT_THE_PLAN = re.compile(r"LDG(?!\S*STRONG)\S*\.128")  # which is read before the wait too, from L2
@@ -46,19 +47,54 @@ def disassembled(cubin: bytes, folder: Path) -> dict[str, list[str]]:
     }
 
 
+def ways(code: list[str]) -> list[list[str]]:
+    """Parts of a kernel that wait and then multiply: blocks of one launch may go different ways."""
+    ends = [i for i, line in enumerate(code) if line.startswith("EXIT")]
+    parts = [code[a:b] for a, b in zip([0, *ends], [*ends, len(code)], strict=True)]
+    return [part for part in parts if all(what in "".join(part) for what in ("ACQBULK", "HMMA"))]
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("unit", EARLY)
 def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: Path, compiled: Compiled) -> None:
     kernels = disassembled(compiled(unit, arch)[0], tmp_path)
     for name, wanted in EARLY[unit].items():
         code = kernels[name]
-        wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
-        product = next(i for i, line in enumerate(code) if "HMMA" in line)
         weights = NOT_THE_PLAN if "down" in name else WIDE
-        early = sum(bool(weights.search(line)) for line in code[:wait])
-        together = sum(bool(WIDE.search(line)) for line in code[wait:product])
-        assert early == wanted, f"{name} on {arch}: {early} loads before the wait"
-        assert together >= TOGETHER, f"{name} on {arch}: {together} loads before the first product"
+        found = []
+        for way in ways(code):
+            wait, product = (next(i for i, line in enumerate(way) if what in line) for what in ("ACQBULK", "HMMA"))
+            found.append(sum(bool(weights.search(line)) for line in way[:wait]))
+            together = sum(bool(WIDE.search(line)) for line in way[wait:product])
+            assert together >= TOGETHER, f"{name} on {arch}: {together} loads before the first product"
+        assert found == (wanted if isinstance(wanted, list) else [wanted]), f"{name} on {arch}: loads before the wait"
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+def test_gate_up_that_selects_asks_for_the_logits_right_after_the_wait(
+    arch: str, tmp_path: Path, compiled: Compiled
+) -> None:
+    """The bias before it; all weights of a span follow the choice, which has no division but that of the scores."""
+    code = disassembled(compiled("moe", arch)[0], tmp_path)["experts_choose_gate_up"]
+    wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+    loads = [i for i in range(wait, len(code)) if "LDG" in code[i]]
+    assert sum("LDG" in line for line in code[:wait]) == 1
+    assert loads[0] - wait < 30
+    assert sum(".LTC256B" in code[i] for i in loads[: 1 + 8 + 4]) == 8  # with the tokens
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_gate_up_asks_for_its_expert_right_after_the_wait(
+    tokens: int, arch: str, tmp_path: Path, compiled: Compiled
+) -> None:
+    """Divisions stand before it; then come the expert's id and the plan's length, and all weights of a span."""
+    code = disassembled(compiled("moe", arch)[0], tmp_path)[f"experts_gate_up_{tokens}"]
+    wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+    loads = [i for i in range(wait, len(code)) if "LDG" in code[i]]
+    assert "MUFU" in "".join(code[:wait])
+    assert loads[0] - wait < 20
+    assert sum(".LTC256B" in code[i] for i in loads[: 2 + 8 + tokens // 2]) == 8  # with the tokens
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])

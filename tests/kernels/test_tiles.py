@@ -14,7 +14,7 @@ from ling_kernels.cuda.compile import SOURCES
 
 H200 = 132
 # tiles, width: tiny's in_proj, out_proj, expert gate_up of one row, head, router; flash's on one rank of four
-PUBLISHED = [(641, 1536), (96, 2048), (576, 1536), (9824, 1536), (321, 2560), (160, 1024), (216, 2560), (2456, 2560)]
+PUBLISHED = [(641, 1536), (96, 2048), (512, 1536), (9824, 1536), (321, 2560), (160, 1024), (192, 2560), (2456, 2560)]
 sizes = st.tuples(
     st.integers(1, 20000), st.integers(1, 1000).map(lambda n: 8 * n), st.sampled_from([1, 20, 108, 132, 188])
 )
@@ -71,6 +71,15 @@ def test_a_router_has_its_weights_on_their_way_at_once(width: int) -> None:
     assert each <= warps * tiles.DEPTH or (parts, warps) == (2, tiles.MAX_WARPS)
 
 
+@pytest.mark.parametrize("width", [8, 48, 1536, 2560, 8192])
+def test_a_shared_tile_has_its_warps_at_any_number_of_rows(width: int) -> None:
+    """Up to 2,560 values all chunks are on their way at once, and warps without one change no sum; beyond that a block
+    has all the warps that it may have."""
+    warps = tiles.shared_warps(width)
+    assert warps * tiles.SHARED_AHEAD >= tiles.num_chunks(width) or warps == tiles.MAX_WARPS
+    assert (width <= 2560) == (tiles.num_chunks(width) <= tiles.MAX_WARPS * tiles.SHARED_AHEAD)
+
+
 def test_python_and_cuda_agree_on_constants() -> None:
     text = "".join(Path(path).read_text() for path in sorted(SOURCES.glob("*.cu*")))
 
@@ -79,5 +88,5 @@ def test_python_and_cuda_agree_on_constants() -> None:
 
     assert (constant("CHUNK"), constant("DEPTH"), constant("PITCH")) == (tiles.CHUNK, tiles.DEPTH, tiles.PITCH)
     assert (constant("MAX_EXPERTS"), constant("MAX_CHOSEN")) == (dense.MAX_EXPERTS, dense.MAX_CHOSEN)
-    assert (constant("ASKED_PIECE"), constant("ASKERS")) == (dense.ASKED_PIECE, dense.ASKERS)
+    assert constant("SHARED_AHEAD") == tiles.SHARED_AHEAD
     assert constant("HEAD_SLICES") == dense.HEAD_SLICES

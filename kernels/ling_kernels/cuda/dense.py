@@ -19,6 +19,7 @@ from ling_kernels.cuda.tiles import (
     parts_for,
     router_parts,
     row_bytes,
+    shared_warps,
     sums_bytes,
     tiles_per_block,
     warps_for,
@@ -29,12 +30,12 @@ from ling_kernels.reference import moe as reference_moe
 
 MAX_EXPERTS, MAX_CHOSEN = 512, 8  # as in select.cuh
 MAX_SLOTS = ROW_TILE * MAX_CHOSEN + 1
+CHOOSING = 128  # experts that one warp of each of gate_up's blocks chooses from
 PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS = 4, 4 + MAX_SLOTS, 4 + 2 * MAX_SLOTS + 2
 PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
 DOWN_AHEAD = (9, 8), (10, 6, 5)  # slots that the forms of experts_down ask for at once, for up to 8 and 16 tokens
 HEAD_SLICES = 8  # sums of squares of a head that lacks its norm, as in part.cu
-ASKED_PIECE, ASKERS = 16384, 8  # bytes that a thread of route_select asks for, such threads of a block: as in route.cu
 
 
 class Gated(NamedTuple):
@@ -52,6 +53,13 @@ class Unnormed(NamedTuple):
     args: list[Argument]
 
 
+class Unselected(NamedTuple):
+    """A row's routing that is not there yet, but for what is begun, and the arguments of its selection."""
+
+    routing: Routing
+    args: list[Argument]
+
+
 class Candidates(NamedTuple):
     """Best logit of every `span` rows of the vocabulary: values [ranges, ROW_TILE] fp32, NaN where one was not
     finite; ids [ranges, ROW_TILE] int32, the lowest of equal ones."""
@@ -63,27 +71,23 @@ class Candidates(NamedTuple):
 
 
 class DenseOps:
-    """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16; prefetch: ask
-    for the shared expert's weights while the router selects; norm_in_router, norm_in_linear: at one row the router's
-    kernel, or that of a short projection, does the exchange_norm before it. early_norm, for measurements, without
-    effect on any bit: exchange_norm lets the next kernel start before it waits itself."""
+    """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16.
+    For measurements, without effect on any bit: early_norm, exchange_norm lets the next kernel start before it waits
+    itself; norm_in_next, at one row the router's kernel, or that of a short projection, does the exchange_norm before
+    it; select_in_next, at one row gate_up's kernel selects its experts, where it can; ask_for_down, the shared expert's
+    down weights are asked for while the router selects."""
 
     early_norm = True
+    norm_in_next = True
+    select_in_next = False
+    ask_for_down = True
 
-    def __init__(
-        self,
-        device: Device,
-        gate_fp32: bool = False,
-        prefetch: bool = True,
-        norm_in_router: bool = False,
-        norm_in_linear: bool = False,
-    ) -> None:
+    def __init__(self, device: Device, gate_fp32: bool = False) -> None:
         self.device = device
         self.gate_fp32 = gate_fp32
-        self.prefetch = prefetch
-        self.norm_in_router, self.norm_in_linear = norm_in_router, norm_in_linear
         self.gated: Gated | None = None
         self.unnormed: Unnormed | None = None
+        self.unselected: Unselected | None = None
         self.candidates: Candidates | None = None
         self._gates: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -105,7 +109,7 @@ class DenseOps:
         width = _width("hidden size", x.shape[1], MAX_WIDTH)
         total, h = (x if partial is None else torch.empty_like(x)), torch.empty_like(x)
         args = [*parts_of(partial), x, weight, total, h, width, float(eps)]
-        later = lazy and rows == 1 and partial is not None and (self.norm_in_router or self.norm_in_linear)
+        later = self.norm_in_next and lazy and rows == 1 and partial is not None
         self.unnormed = Unnormed(h, args) if later else None
         if not later:
             self._norm(args, x.shape[0] if rows is None else rows)
@@ -135,7 +139,7 @@ class DenseOps:
         # where a block has one trip of weights, and no multiprocessor two blocks that make the same row
         tiles, sms = -(-n // 16), self.device.properties.num_sms
         warps = warps_for(tiles, width, sms)
-        norm = self._take_unnormed(h, self.norm_in_linear and tiles <= sms and warps * DEPTH * CHUNK >= width)
+        norm = self._take_unnormed(h, tiles <= sms and warps * DEPTH * CHUNK >= width)
         if norm is None:
             self._stream("linear", tiles, width, rows, [h, weight, out, rows, n, width])
         else:
@@ -195,7 +199,7 @@ class DenseOps:
         self.candidates = Candidates(logits, values, ids, per * 16)
         return logits
 
-    def route(self, h: Tensor, params: MoeParams, rows: int | None = None) -> Routing:
+    def route(self, h: Tensor, params: MoeParams, rows: int | None = None, lazy: bool = False) -> Routing:
         if rows is None:
             gate = params.gate if self.gate_fp32 else params.gate.bfloat16().float()
             return reference_moe.route(h, replace(params, gate=gate))
@@ -207,49 +211,78 @@ class DenseOps:
         parts, warps = router_parts(gate.shape[1])
         logits = torch.empty(parts, ROW_TILE, count, dtype=torch.float32, device=h.device)
         grid, bytes_needed, asked = (-(-count // 16), parts), sums_bytes(warps, rows, 1), [params.bias, 4 * count]
-        norm = self._take_unnormed(h, self.norm_in_router and warps * 256 >= width)
+        norm = self._take_unnormed(h, warps * 256 >= width)
         if norm is None:
             args = [h, gate, logits, rows, count, width, gate.shape[1], *asked]
             self.device.launch(_named("router", rows), grid, warps * 32, args, bytes_needed)
-        else:
-            args = [*norm, gate, logits, count, gate.shape[1], *asked]
-            self.device.launch("router_normed", grid, warps * 32, args, bytes_needed + row_bytes(width))
-        return self._select(logits, params, rows)
+            return self._select(logits, h, params, rows)
+        args = [*norm, gate, logits, count, gate.shape[1], *asked]
+        bytes_needed += row_bytes(width)
+        # where a block of the router has enough warps for a tile of the shared expert
+        later = self.select_in_next and lazy and parts == 1 and count <= CHOOSING and shared_warps(width) <= warps
+        if not later:
+            args += [None, None, None, 0, 0, 0.0, None, 0]
+            self.device.launch("router_normed", grid, warps * 32, args, bytes_needed)
+            return self._select(logits, h, params, rows)
+        routing, shared, tiles = self._begin(h, params, rows)
+        self.device.launch("router_normed", grid[0] + tiles, warps * 32, [*args, routing.plan, *shared], bytes_needed)
+        self.unselected = Unselected(routing, [logits, *_selection(params, routing)])
+        return routing
 
-    def _select(self, logits: Tensor, params: MoeParams, rows: int) -> Routing:
+    def _select(self, logits: Tensor, h: Tensor, params: MoeParams, rows: int) -> Routing:
         """logits [parts, ROW_TILE, E] fp32, one or two parts that are to be added."""
         parts, _, count = logits.shape
-        chosen, device = params.experts_per_token, logits.device
-        experts = torch.empty(ROW_TILE, chosen, dtype=torch.int64, device=device)
-        weights = torch.empty(ROW_TILE, chosen, dtype=torch.float32, device=device)
-        plan = torch.empty(PLAN_WORDS, dtype=torch.int32, device=device)
-        shared = params.shared
-        asked = [t.numel() * t.element_size() if self.prefetch else 0 for t in (shared.gate_up, shared.down)]
-        args = [logits, params.bias, experts, weights, plan, count, params.n_group, params.topk_group, chosen]
-        args += [float(params.scale), (parts - 1) * ROW_TILE * count, shared.gate_up, shared.down, *asked]
-        pieces = sum(-(-size // ASKED_PIECE) for size in asked)
-        self.device.launch("route_select", 1 + -(-pieces // ASKERS), rows * 32, args)
-        return Routing(experts, weights, plan)
+        routing, shared, tiles = self._begin(h, params, rows)
+        args = [logits, *_selection(params, routing), (parts - 1) * ROW_TILE * count]
+        self._launch_plan("route_select", [*args, h, rows, h.shape[1], *shared], tiles, h.shape[1], rows)
+        return routing
+
+    def _plan(self, h: Tensor, routing: Routing, params: MoeParams, rows: int) -> Routing:
+        """A routing that was made elsewhere with the device's plan, and its experts begun."""
+        chosen = routing.experts.shape[1]
+        if chosen > MAX_CHOSEN:
+            raise KernelError(f"{chosen} experts for a token: at most {MAX_CHOSEN} are supported")
+        made, shared, tiles = self._begin(h, params, rows)
+        args = [routing.experts, routing.weights, made.plan, chosen, h, rows, h.shape[1], *shared]
+        self._launch_plan("route_plan", args, tiles, h.shape[1], rows)
+        return made._replace(experts=routing.experts, weights=routing.weights)
+
+    def _launch_plan(self, name: str, args: list[Argument], tiles: int, width: int, rows: int) -> None:
+        """One block makes a plan, a warp a row; the others have the shared expert's tiles."""
+        warps = max(rows, shared_warps(width))
+        self.device.launch(_named(name, rows), 1 + tiles, warps * 32, args, sums_bytes(warps, rows, 1))
+
+    def _begin(self, h: Tensor, params: MoeParams, rows: int) -> tuple[Routing, list[Argument], int]:
+        """What a kernel fills that makes a plan, with values [slots, ROW_TILE, pitch] that gate_up goes on with; how it
+        is to make the first slot's, the shared expert's; in how many tiles."""
+        width, inner, shared = h.shape[1], params.down.shape[2], params.shared.down.shape[1]
+        for size in (width, inner, shared):
+            _width("size of an expert", size)
+        chosen, device, pitch = params.experts_per_token, h.device, max(inner, shared)
+        routing = Routing(
+            torch.empty(ROW_TILE, chosen, dtype=torch.int64, device=device),
+            torch.empty(ROW_TILE, chosen, dtype=torch.float32, device=device),
+            torch.empty(PLAN_WORDS, dtype=torch.int32, device=device),
+            h.new_empty(1 + min(params.gate.shape[0], rows * chosen), ROW_TILE, pitch),
+        )
+        gate_up, down, limit = params.shared.gate_up, params.shared.down, float(params.shared.limit)
+        asked = down.numel() * down.element_size() if self.ask_for_down else 0
+        return routing, [gate_up, routing.begun, shared, pitch, limit, down, asked], -(-shared // 8)
 
     def experts(self, h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
         if rows is None:
             return prefill_experts(self.device, h, routing, params)
-        plan = routing.plan if routing.plan is not None else self._plan(routing, rows)
-        width, inner, shared = h.shape[1], params.down.shape[2], params.shared.down.shape[1]
-        for size in (width, inner, shared):
-            _width("size of an expert", size)
-        pitch = max(inner, shared)
-        most = min(params.gate.shape[0], rows * params.experts_per_token)
-        mid = h.new_empty(most + 1, ROW_TILE, pitch)
-        gate_tiles = -(-shared // 8) + most * -(-inner // 8)
+        _, _, plan, mid = routing if routing.plan is not None else self._plan(h, routing, params, rows)
+        width, inner, shared, pitch = h.shape[1], params.down.shape[2], params.shared.down.shape[1], mid.shape[2]
+        tiles = -(-inner // 8)
         # the fewest tiles that a step may have decide the warps: what one row asks for, at any width
-        few = -(-shared // 8) + params.experts_per_token * -(-inner // 8)
-        warps = warps_for(few, width, self.device.properties.num_sms)
-        name = _named("experts_gate_up", rows)
-        bytes_needed = sums_bytes(warps, rows)
-        blocks = min(gate_tiles, self.device.resident(name, warps * 32, bytes_needed))
-        args = [h, params.shared.gate_up, params.gate_up, plan, mid, shared, inner, pitch]
-        args += [float(params.limit), float(params.shared.limit), rows, width]
+        warps = warps_for(params.experts_per_token * tiles, width, self.device.properties.num_sms)
+        name, args, bytes_needed = _named("experts_gate_up", rows), [plan], sums_bytes(warps, rows)
+        unselected, self.unselected = self.unselected, None
+        if unselected is not None and unselected.routing is routing:
+            name, args = "experts_choose_gate_up", unselected.args
+        blocks = min((mid.shape[0] - 1) * tiles, self.device.resident(name, warps * 32, bytes_needed))
+        args = [h, params.gate_up, *args, mid, inner, pitch, float(params.limit), rows, width]
         self.device.launch(name, blocks, warps * 32, args, bytes_needed)
         warps, parts = down_shape(pitch)
         out = torch.empty(parts, h.shape[0], width, dtype=torch.float32, device=h.device)
@@ -264,15 +297,6 @@ class DenseOps:
         names = [f"{_named('experts_down', rows)}_{ahead}" for ahead in DOWN_AHEAD[rows > 8]]
         fits = (name for name in names if self.device.resident(name, threads, bytes_needed) >= blocks)
         return next(fits, names[-1])
-
-    def _plan(self, routing: Routing, rows: int) -> Tensor:
-        """The device's plan of a routing that was made elsewhere."""
-        chosen = routing.experts.shape[1]
-        if chosen > MAX_CHOSEN:
-            raise KernelError(f"{chosen} experts for a token: at most {MAX_CHOSEN} are supported")
-        plan = torch.empty(PLAN_WORDS, dtype=torch.int32, device=routing.experts.device)
-        self.device.launch("route_plan", 1, rows * 32, [routing.experts, routing.weights, plan, chosen])
-        return plan
 
     def _deal(self, name: str, tiles: int, width: int, rows: int) -> tuple[int, int]:
         """Tiles per block, and blocks."""
@@ -334,6 +358,12 @@ def _check_router(params: MoeParams) -> None:
         raise KernelError(f"{params.experts_per_token} experts for a token: at most {MAX_CHOSEN} are supported")
     if params.topk_group * count // groups < params.experts_per_token:
         raise KernelError(f"{params.topk_group} groups of {count // groups} experts: too few for a token's choices")
+
+
+def _selection(params: MoeParams, to: Routing) -> list[Argument]:
+    """Arguments of a selection behind its logits."""
+    args = [params.bias, to.experts, to.weights, to.plan, params.gate.shape[0], params.n_group, params.topk_group]
+    return [*args, params.experts_per_token, float(params.scale)]
 
 
 def _named(name: str, rows: int) -> str:

@@ -14,7 +14,7 @@ from ling_kernels.reference.dense import by_pieces, linear, mlp, swiglu
 ALL_EXPERTS = 32
 
 
-def route(h: Tensor, params: MoeParams, rows: int | None = None) -> Routing:
+def route(h: Tensor, params: MoeParams, rows: int | None = None, lazy: bool = False) -> Routing:
     num, experts = h.shape[0], params.gate.shape[0]
     scores = torch.sigmoid(linear(h.float(), params.gate, rows))
     choice = scores + params.bias

@@ -263,14 +263,19 @@ inline void let_next_start_early() {
 }
 
 inline void settle_here(int&) {}
+inline void settle_here(u32&) {}
 inline void settle_here(float&) {}
 template <class T>
 inline void settle_here(T*&) {}
+inline void settle_before_wait(u32 x) {
+  if (x == ALL) emulator::fail("the way out before the wait was taken");
+}
 
 inline float warp_sum(float x) {
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(ALL, x, step);
   return x;
 }
+inline int warp_slot() { return int(blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP); }
 inline u32 warp_max(u32 x) {
   auto all = emulator::bring(ALL, x);
   for (u32 l = 0; l < 32; ++l) x = max(x, emulator::taken<u32>(all, l));

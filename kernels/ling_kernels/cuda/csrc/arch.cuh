@@ -168,10 +168,17 @@ __device__ __forceinline__ void let_next_start_early() {
 // Have a number or an address worked out where this stands in the program, before the wait, rather than where it is
 // first used.
 __device__ __forceinline__ void settle_here(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void settle_here(u32& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void settle_here(float& x) { asm volatile("" : "+f"(x)); }
 template <class T>
 __device__ __forceinline__ void settle_here(T*& x) {
   asm volatile("" : "+l"(x));
+}
+
+// For a kernel that loads nothing before its wait: the assembler would move that up to its first line, but not past a way
+// out. x: what the way depends on, never all ones.
+__device__ __forceinline__ void settle_before_wait(u32 x) {
+  asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 0xffffffff; @p exit; }" ::"r"(x));
 }
 
 // ---- warp ------------------------------------------------------------------------------------------------------
@@ -180,6 +187,13 @@ __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(ALL, x, step);
   return x;
+}
+
+// Which of a multiprocessor's places for warps this one has; every fourth is the same scheduler's.
+__device__ __forceinline__ int warp_slot() {
+  int slot;
+  asm volatile("mov.u32 %0, %%warpid;" : "=r"(slot));
+  return slot;
 }
 
 __device__ __forceinline__ u32 warp_max(u32 x) { return __reduce_max_sync(ALL, x); }

@@ -82,12 +82,11 @@ struct GateUp {
   const bf16* weight;
   int inner, width, per;
   static constexpr int step = 1;
-  static constexpr bool ONE = false;
+  static constexpr bool ONE = false, EARLY = true;
 
   __device__ __forceinline__ int first() const { return blockIdx.x * per; }
   __device__ __forceinline__ int end() const { return min((inner + 7) / 8, first() + per); }
   __device__ __forceinline__ int place(int tile) const { return tile; }
-  __device__ __forceinline__ bool early(int) const { return true; }
   __device__ __forceinline__ void ask(int) const {}
   __device__ __forceinline__ Rows rows(int tile, int group) const {
     return gate_up_rows(weight, inner, width, tile, group);

@@ -167,11 +167,12 @@ struct Plain {
   __device__ __forceinline__ void ask(int) const {}
 };
 
-// Walk this block's tiles. Source: first(), step, width (of a weight row); place(tile), where that is; early(tile): may
-// its weights be loaded before the wait; after the wait ask(place), which may load what rows(place, g) needs, and end();
-// ONE: there is one tile. Factor, if it is SCALED, for widths of whole spans: prepare() before the wait, ask(span) after it
-// with the span's weights, then take() and of(token). Epilogue: expect(place) while the tile's weights
-// are on their way; operator()(place, Sums) by all threads after a barrier; finish() at the end. Shared memory: sums_of.
+// Walk this block's tiles. Source: first(), step, width (of a weight row); place(tile), where that is; EARLY: its weights
+// may be loaded before the wait, and if not, settle(place) comes there, and ready() after it; after the wait ask(place), which may load
+// what rows(place, g) needs, and end(); ONE: there is one tile. Factor, if it is SCALED, for widths of whole spans: prepare()
+// before the wait, ask(span) after it with the span's weights, then take() and of(token). Epilogue: expect(place) while the
+// tile's weights are on their way; operator()(place, Sums) by all threads after a barrier; finish() at the end. Shared
+// memory: sums_of.
 //
 // A warp has one span on its way. Right after its products are sent, so is for the next one, weights and tokens, over
 // the seam between two tiles as well: all that a warp waits for is memory. A width that is not made of whole spans is
@@ -214,8 +215,7 @@ __device__ __forceinline__ void stream_tiles(
     for (int s = 0; s < DEPTH; ++s) weights(s, busy && live);
   };
 
-  const bool early = source.early(tile);
-  if (early) start(true);
+  if constexpr (Source::EARLY) start(true);
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
     const int row = n * 8 + group;
@@ -225,13 +225,14 @@ __device__ __forceinline__ void stream_tiles(
 
   tokens.ask();
   factor.prepare();
+  if constexpr (!Source::EARLY) source.settle(now);
   wait_for_producer();
   let_next_start();
   tokens.make();
-  if (!early) source.ask(now);
-  first_activations();
+  if constexpr (!Source::EARLY) source.ready(), source.ask(now);
   const int end = source.end();
-  if (!early) start(tile < end);
+  if constexpr (!Source::EARLY) start(tile < end);
+  first_activations();
 
   // The products of the span that is there, and for the one where rows and token point, `next`, in its place.
   auto turn = [&](int next, bool live, bool goes_on) {
@@ -316,12 +317,11 @@ struct Matrix {
   const bf16* weight;
   int n, width, per;
   static constexpr int step = 1;
-  static constexpr bool ONE = false;
+  static constexpr bool ONE = false, EARLY = true;
 
   __device__ __forceinline__ int first() const { return blockIdx.x * per; }
   __device__ __forceinline__ int end() const { return min((n + 15) / 16, first() + per); }
   __device__ __forceinline__ int place(int tile) const { return tile; }
-  __device__ __forceinline__ bool early(int) const { return true; }
   __device__ __forceinline__ void ask(int) const {}
   __device__ __forceinline__ const bf16* row(int at) const { return weight + i64(at < n ? at : 0) * width; }
   __device__ __forceinline__ Rows rows(int tile, int group) const {

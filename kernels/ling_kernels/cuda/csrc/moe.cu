@@ -1,4 +1,5 @@
-// Mixture of experts for a window: gate_up and down, by the plan that route.cu made.
+// Mixture of experts for a window: gate_up of the chosen experts and down of all, by the plan that route.cu made, which
+// left the shared expert's gate_up too.
 //
 // The plan lists the distinct experts of all rows once, in ascending order behind the shared expert, with the rows
 // that chose each. An expert costs the same for one row as for sixteen, so gate_up computes all rows for every listed
@@ -8,42 +9,40 @@
 #include "gemm.cuh"
 #include "select.cuh"
 
-struct Experts {
-  const bf16* shared;
-  const bf16* routed;
-  int shared_inner, inner;
-  const u32* plan;
-};
-
-// Tiles of 8 gate and 8 up rows over all listed experts, the shared one first; blocks take them in turn. A tile's slot
-// follows from its number; its expert is asked for one tile ahead, whether or not the plan goes that far.
+// Tiles of 8 gate and 8 up rows over all chosen experts; blocks take them in turn. A tile's slot follows from its number;
+// its expert is asked for one tile ahead, whether or not the plan goes that far.
 struct ExpertGateUp {
   struct Place {
     int slot, within;
+    const u32* id;  // the expert's, in the plan
+    u32 offset;     // of this lane's gate row in an expert's weights
     u32 expert;
   };
-  Experts experts;
-  int width, step;
-  static constexpr bool ONE = false;
+  const bf16* routed;
+  const u32* plan;
+  int inner, width, step;
+  static constexpr bool ONE = false, EARLY = false;
 
-  __device__ __forceinline__ int shared_tiles() const { return (experts.shared_inner + 7) / 8; }
-  __device__ __forceinline__ int tiles() const { return (experts.inner + 7) / 8; }
+  __device__ __forceinline__ void ready() const {}
+  __device__ __forceinline__ int tiles() const { return (inner + 7) / 8; }
   __device__ __forceinline__ int first() const { return blockIdx.x; }
-  __device__ __forceinline__ bool early(int tile) const { return tile < shared_tiles(); }
-  __device__ __forceinline__ int end() const {
-    return shared_tiles() + (int(load_activation(experts.plan)) - 1) * tiles();
-  }
+  __device__ __forceinline__ int end() const { return (int(load_activation(plan)) - 1) * tiles(); }
   __device__ __forceinline__ Place place(int tile) const {
-    const int routed = tile - shared_tiles(), slot = routed / tiles();
-    return routed < 0 ? Place{0, tile, 0} : Place{slot + 1, routed - slot * tiles(), 0};
+    Place at;
+    const int before = tile / tiles();
+    at.slot = before + 1, at.within = tile - before * tiles();
+    const int row = at.within * 8 + threadIdx.x % WARP / 4;
+    at.id = plan + PLAN_IDS + min(at.slot, MAX_SLOTS - 1), at.offset = u32(row < inner ? row : 0) * u32(width);
+    settle_here(at.slot), settle_here(at.within), settle_here(at.id), settle_here(at.offset);
+    return at;
   }
-  __device__ __forceinline__ void ask(Place& at) const {
-    at.expert = load_activation(experts.plan + PLAN_IDS + min(at.slot, MAX_SLOTS - 1));
-  }
-  __device__ __forceinline__ Rows rows(const Place& at, int group) const {
-    const bool shared = at.slot == 0;  // with an id of 0: a choice of two addresses, no branch between plan and weights
-    const bf16* weight = (shared ? experts.shared : experts.routed) + u64(at.expert) * u32(2 * experts.inner * width);
-    return gate_up_rows(weight, shared ? experts.shared_inner : experts.inner, width, at.within, group);
+  // Before the wait, behind which nothing is to come before the expert's id.
+  __device__ __forceinline__ void settle(const Place& at) const { settle_before_wait(at.offset | u32(u64(at.id))); }
+  __device__ __forceinline__ void ask(Place& at) const { at.expert = load_activation(at.id); }
+  __device__ __forceinline__ Rows rows(const Place& at, int) const {
+    const u32 matrix = u32(inner) * u32(width);
+    const bf16* low = routed + (u64(at.expert) * (2 * matrix) + at.offset);
+    return {low, low + matrix};
   }
 };
 
@@ -52,38 +51,123 @@ struct StoreExpert {
   ExpertGateUp source;
   bf16* out;
   int pitch, live;
-  float limit, shared_limit;
+  float limit;
   u32 rows, weight;  // that chose the tile's expert; the router's weight of this thread's first token
   Own<NT, 8> own;
 
   __device__ __forceinline__ u32 weight_of(const ExpertGateUp::Place& at, int token) const {
-    return load_activation(source.experts.plan + PLAN_WEIGHTS + at.slot * ROW_TILE + token);
+    return load_activation(source.plan + PLAN_WEIGHTS + at.slot * ROW_TILE + token);
   }
   __device__ __forceinline__ void expect(const ExpertGateUp::Place& at) {
-    rows = load_activation(source.experts.plan + PLAN_MASKS + at.slot);
+    rows = load_activation(source.plan + PLAN_MASKS + at.slot);
     if (own.first < live) weight = weight_of(at, own.first);
   }
   __device__ __forceinline__ void operator()(const ExpertGateUp::Place& at, const Sums<NT>& sums) {
     const int row = at.within * 8 + own.value, begin = at.slot * ROW_TILE * pitch + row;
-    const int inner = at.slot == 0 ? source.experts.shared_inner : source.experts.inner;
-    const float most = at.slot == 0 ? shared_limit : limit;
-    own.each(row < inner ? live : 0, [&](int token, int place) {
+    own.each(row < source.inner ? live : 0, [&](int token, int place) {
       const float by = __uint_as_float(token == own.first ? weight : weight_of(at, token));
       const float2 sum = sums.at(place, own.up(token));
-      const float value = by * swiglu(sum.x, sum.y, most);
+      const float value = by * swiglu(sum.x, sum.y, limit);
       out[begin + token * pitch] = to_bf16(rows >> token & 1 ? value : 0.0f);
     });
   }
   __device__ __forceinline__ void finish() {}
 };
 
-template <int NT>
-__device__ __forceinline__ void gate_up(
-    const bf16* x, const Experts& experts, bf16* out, int pitch, float limit, float shared_limit, int live, int width) {
-  const ExpertGateUp source = {experts, width, int(gridDim.x)};
-  StoreExpert<NT> store = {source, out, pitch, live, limit, shared_limit};
-  stream_tiles<NT>(source, Tokens{x, width, width, live}, Plain{}, store);
-}
+// What the blocks of one row's gate_up know of its choice, in shared memory: the chosen experts in ascending order and
+// their weights. One warp chooses, and not the first of all blocks: those of one multiprocessor lie on the same scheduler.
+struct OneRow {
+  int places[MAX_CHOSEN], ids[MAX_CHOSEN];
+  float weights[MAX_CHOSEN];
+  int chooser;
+};
+
+// Where one row's results of the selection go, by the first block. plan: as clear_plan left it.
+struct Selected {
+  i64* experts;
+  float* weights;
+  u32* plan;
+};
+
+// One row's choice by one warp of each block, from at most 4 · WARP experts.
+struct Choice {
+  Router router;
+  Logits logits;
+  const float* bias;
+  OneRow* at;
+  Share<1> share;
+  bool mine;
+  int expert, below;
+
+  __device__ __forceinline__ Choice(const Router& router, const Logits& logits, const float* bias, OneRow* at)
+      : router(router), logits(logits), at(at), share(router, bias) {
+    const int warps = blockDim.x / WARP, slot = warp_slot();
+    if (threadIdx.x == 0) at->chooser = (slot / warps - slot & 3) % warps;
+    __syncthreads();
+    mine = int(threadIdx.x) / WARP == at->chooser;
+  }
+  __device__ __forceinline__ void choose() {
+    if (mine) {
+      expert = choose_expert(router, share, logits, at->places);
+      below = Pick(expert, router.chosen).below;
+      if (int(threadIdx.x % WARP) < router.chosen) at->ids[below] = expert;
+    }
+    __syncthreads();
+  }
+  // While weights are on their way.
+  __device__ __forceinline__ void weigh(const Selected& to) {
+    if (!mine) return;
+    const int lane = threadIdx.x % WARP;
+    const float weight = router_weight(router, logits.of(expert));
+    if (lane < router.chosen) at->weights[below] = weight;
+    if (blockIdx.x > 0) return;
+    if (lane < router.chosen) {
+      to.plan[PLAN_IDS + 1 + below] = u32(expert), to.plan[PLAN_MASKS + 1 + below] = 1;
+      to.plan[PLAN_WEIGHTS + (1 + below) * ROW_TILE] = __float_as_uint(weight);
+      to.experts[lane] = expert, to.weights[lane] = weight;
+    }
+    begin_plan(to.plan, 1, 0);
+    if (lane == WARP - 1) to.plan[0] = u32(router.chosen + 1);
+  }
+};
+
+struct ChoosingGateUp : ExpertGateUp {
+  Choice* choice;
+
+  __device__ __forceinline__ void ready() const { choice->choose(); }
+  __device__ __forceinline__ int end() const { return choice->router.chosen * tiles(); }
+  __device__ __forceinline__ void ask(Place& at) const { at.expert = choice->at->ids[min(at.slot, MAX_CHOSEN) - 1]; }
+};
+
+struct StoreChosen {
+  ChoosingGateUp source;
+  Selected to;
+  bf16* out;
+  int pitch, live;
+  float limit;
+  bool weighed;
+  Own<1, 8> own;
+
+  __device__ __forceinline__ void expect(const ExpertGateUp::Place&) {
+    if (!weighed) source.choice->weigh(to);
+    weighed = true;
+  }
+  __device__ __forceinline__ void operator()(const ExpertGateUp::Place& at, const Sums<1>& sums) {
+    const int row = at.within * 8 + own.value, begin = at.slot * ROW_TILE * pitch + row;
+    own.each(row < source.inner ? live : 0, [&](int token, int place) {
+      const float2 sum = sums.at(place, own.up(token));
+      out[begin + token * pitch] = to_bf16(source.choice->at->weights[at.slot - 1] * swiglu(sum.x, sum.y, limit));
+    });
+  }
+  __device__ __forceinline__ void finish() {}
+};
+
+struct Experts {
+  const bf16* shared;
+  const bf16* routed;
+  int shared_inner, inner;
+  const u32* plan;
+};
 
 // One part of out[token, rows of this block] = sum over slots of down[slot] · x[slot, token]. Each warp of the whole grid
 // has one chunk of K, the same of every expert, and walks all experts in ascending order: which experts a warp has never
@@ -111,17 +195,25 @@ __device__ __forceinline__ void down_part(
   }
   const u32 slot_pitch = ROW_TILE * pitch;
 
-  // The plan is settled: every block of gate_up is past its own wait, so whoever wrote the plan has finished. Its words
+  // The plan is settled: every block of gate_up is past its own wait when down starts, so whoever wrote the plan has
+  // finished; but one row's may be gate_up's own, whose words are known by not being what the kernel before it left. They
   // are read before their number is known: those of the first slots by every thread, in one trip to memory, the others
   // when the first slots' weights are on their way.
   static_assert(PLAN_IDS % 4 == 0, "ids are read by fours");
   u32 asked[(AHEAD + 3) / 4 * 4];
+  int slots;
+  bool there;
+  do {
 #pragma unroll
-  for (int s = 0; s < AHEAD; s += 4) {
-    const uint4 four = load_settled16(experts.plan + PLAN_IDS + s);
-    asked[s] = four.x, asked[s + 1] = four.y, asked[s + 2] = four.z, asked[s + 3] = four.w;
-  }
-  const int slots = int(load_settled(experts.plan));
+    for (int s = 0; s < AHEAD; s += 4) {
+      const uint4 four = load_settled16(experts.plan + PLAN_IDS + s);
+      asked[s] = four.x, asked[s + 1] = four.y, asked[s + 2] = four.z, asked[s + 3] = four.w;
+    }
+    slots = int(load_settled(experts.plan));
+    there = slots > 0;
+#pragma unroll
+    for (int s = 1; s < AHEAD; ++s) there = there && (s >= slots || asked[s] != NO_ID);
+  } while (NT == 1 && !there);
   Chunk ring[AHEAD];
   uint4 in[AHEAD][NT] = {};  // zeros stay where a lane has no values of K
 #pragma unroll
@@ -131,7 +223,10 @@ __device__ __forceinline__ void down_part(
     load_weights_into(ring[s].high, from + (s == 0 ? shared_high : routed_high), s < slots);
   }
   if (slots > AHEAD) {
-    for (int s = AHEAD + threadIdx.x; s < slots; s += blockDim.x) ids[s] = load_settled(experts.plan + PLAN_IDS + s);
+    for (int s = AHEAD + threadIdx.x; s < slots; s += blockDim.x) {
+      do ids[s] = load_settled(experts.plan + PLAN_IDS + s);
+      while (NT == 1 && ids[s] == NO_ID);
+    }
     __syncthreads();
   }
   const Own<NT, 16> own;
@@ -174,20 +269,36 @@ __device__ __forceinline__ void down_part(
   own.each(stored, [&](int token, int place) { out[begin + token * width] = all.at(place); });
 }
 
-// x [*, width], shared [2 shared_inner, width], routed [E, 2 inner, width] -> out [slots, ROW_TILE, pitch].
-// Grid: any number of blocks. Shared: 2 · warps · 8 NT · PITCH floats.
+// x [*, width], routed [E, 2 inner, width] -> out [slots, ROW_TILE, pitch] from the second slot on. Grid: any number of
+// blocks. Shared: 2 · warps · 8 NT · PITCH floats.
 #define EXPERTS_GATE_UP(NAME, NT)                                                                                 \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* shared, const bf16* routed, const u32* plan, bf16* out, int shared_inner, int inner,\
-      int pitch, float limit, float shared_limit, int live, int width) {                                          \
-    gate_up<NT>(x, Experts{shared, routed, shared_inner, inner, plan}, out, pitch, limit, shared_limit, live, width);\
+      const bf16* x, const bf16* routed, const u32* plan, bf16* out, int inner, int pitch, float limit, int live, \
+      int width) {                                                                                                \
+    settle_here(plan);                                                                                            \
+    const ExpertGateUp source = {routed, plan, inner, width, int(gridDim.x)};                                     \
+    StoreExpert<NT> store = {source, out, pitch, live, limit};                                                    \
+    stream_tiles<NT>(source, Tokens{x, width, width, live}, Plain{}, store);                                      \
   }
 EXPERTS_GATE_UP(experts_gate_up_8, 1)
 EXPERTS_GATE_UP(experts_gate_up_16, 2)
 
-// x as gate_up left it, shared [width, shared_inner], routed [E, width, inner] -> out [parts, rows, width] fp32, `live` rows
-// of each. Grid: ceil(width / 16), parts; parts · warps chunks are at least as long as a row. Shared: warps · 8 NT · PITCH
-// floats.
+// The same for one row that is still to be selected, from at most 4 · WARP experts; arguments as for route_select.
+extern "C" __global__ void __launch_bounds__(512, 1) experts_choose_gate_up(
+    const bf16* x, const bf16* routed, const float* logits, const float* bias, i64* experts, float* weights, u32* plan,
+    int num_experts, int groups, int allowed_groups, int chosen, float scale, bf16* out, int inner, int pitch, float limit,
+    int live, int width) {
+  __shared__ OneRow row;
+  const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};
+  Choice choice(router, Logits{logits, 0}, bias, &row);
+  const ChoosingGateUp source = {{routed, plan, inner, width, int(gridDim.x)}, &choice};
+  StoreChosen store = {source, {experts, weights, plan}, out, pitch, live, limit, false};
+  stream_tiles<1>(source, Tokens{x, width, width, live}, Plain{}, store);
+}
+
+// x as gate_up and the plan's kernel left it, shared [width, shared_inner], routed [E, width, inner] -> out [parts, rows,
+// width] fp32, `live` rows of each. Grid: ceil(width / 16), parts; parts · warps chunks are at least as long as a row.
+// Shared: warps · 8 NT · PITCH floats.
 #define EXPERTS_DOWN(NAME, NT, AHEAD, BLOCKS)                                                                     \
   extern "C" __global__ void __launch_bounds__(128, BLOCKS) NAME(                                                 \
       const bf16* x, const bf16* shared, const bf16* routed, const u32* plan, float* out, int shared_inner,       \

@@ -169,4 +169,5 @@ struct RowToNorm {
     __syncthreads();
   }
   __device__ __forceinline__ uint4 at(int offset) const { return *reinterpret_cast<const uint4*>(row + offset); }
+  __device__ __forceinline__ void take(uint4& to, int offset, bool inside) const { to = at(inside ? offset : k); }
 };

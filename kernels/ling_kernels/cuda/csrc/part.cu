@@ -8,12 +8,11 @@ struct MatrixPart {
   const bf16* weight;
   int n, pitch, width;
   static constexpr int step = 1;
-  static constexpr bool ONE = true;
+  static constexpr bool ONE = true, EARLY = true;
 
   __device__ __forceinline__ int first() const { return blockIdx.x; }
   __device__ __forceinline__ int end() const { return blockIdx.x + 1; }
   __device__ __forceinline__ int place(int tile) const { return tile; }
-  __device__ __forceinline__ bool early(int) const { return true; }
   __device__ __forceinline__ void ask(int) const {}
   __device__ __forceinline__ const bf16* row(int at) const { return weight + i64(at < n ? at : 0) * pitch; }
   __device__ __forceinline__ Rows rows(int tile, int group) const {

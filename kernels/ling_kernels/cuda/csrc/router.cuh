@@ -11,6 +11,10 @@ struct GivenRows {
   __device__ __forceinline__ void ask() {}
   __device__ __forceinline__ void make(int) {}
   __device__ __forceinline__ uint4 at(int offset) const { return load_activations(x + offset); }
+  // The values at an offset, or what `to` holds where there are none.
+  __device__ __forceinline__ void take(uint4& to, int offset, bool inside) const {
+    load_activations_into(to, x + offset, inside);
+  }
 };
 
 // The tokens of one block: k values each, `once` chunks of them.

@@ -7,6 +7,8 @@ constexpr int MAX_SLOTS = ROW_TILE * MAX_CHOSEN + 1;
 
 // The plan in 32-bit words: number of slots; expert id and mask of rows by slot; fp32 weights [slot][ROW_TILE]. Slot
 // 0 is the shared expert, with weight 1 for all rows; the others follow in ascending order of their experts.
+// What is not there yet holds NO_ID, and the number 0, where a plan is made by the kernel before the one that reads it.
+constexpr u32 NO_ID = 0xffffffffu;
 constexpr int PLAN_IDS = 4, PLAN_MASKS = PLAN_IDS + MAX_SLOTS, PLAN_WEIGHTS = PLAN_MASKS + MAX_SLOTS + 2;
 
 // 2^group_bits groups of 2^(5 - group_bits) lanes each.
@@ -208,11 +210,17 @@ struct Chosen {
   }
 };
 
-// What does not depend on the choices: the shared expert's slot.
-__device__ __forceinline__ void begin_plan(u32* plan, int live) {
-  const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+// For the words that one row's plan will have.
+__device__ __forceinline__ void clear_plan(u32* plan) {
+  if (threadIdx.x < MAX_CHOSEN) plan[PLAN_IDS + 1 + threadIdx.x] = NO_ID;
+  if (threadIdx.x == MAX_CHOSEN) plan[0] = 0;
+}
+
+// What does not depend on the choices: the shared expert's slot, by each row's warp.
+__device__ __forceinline__ void begin_plan(u32* plan, int live, int row) {
+  const int lane = threadIdx.x % WARP;
   if (lane == WARP - 1) plan[PLAN_WEIGHTS + row] = __float_as_uint(1.0f);
-  if (threadIdx.x == 0) plan[PLAN_IDS] = 0, plan[PLAN_MASKS] = (1u << live) - 1;
+  if (lane == 0 && row == 0) plan[PLAN_IDS] = 0, plan[PLAN_MASKS] = (1u << live) - 1;
 }
 
 // This warp's row in the plan of `live` rows, a warp each. Experts lie below 32 · words.
