@@ -175,30 +175,6 @@ def check_mla(place: Place, heads: int, rank: int, length: int, rows: int) -> No
     assert_bits(got_cache[untouched], cache[untouched], "other cache rows")
 
 
-def check_split_queries(place: Place, heads: int, rank: int, length: int, rows: int) -> None:
-    """Queries by two kernels, and cache rows, are those by one to the bit; and so are a row's by itself."""
-    params, capacity = make_mla(place, heads, rank), -(-(length + ROW_TILE) // 128) * 128
-    table = mla.rope_table(capacity, 64, 6e6, place.device)
-    place.constant(table)
-    proj, positions = place.rand(rows, rank + 576 + heads, seed=70), torch.arange(2 * ROW_TILE, device=place.device)
-
-    def make(split: bool, first: int = 0, last: int = rows) -> tuple[Tensor, Tensor]:
-        place.ops.split_queries, cache = split, place.rand(capacity, 576, seed=71)
-        part, at = tile(proj[first:last]), length + first + positions
-        made = place.ops._latent_queries(part, cache, table, at, params, last - first)
-        return made[: last - first], cache
-
-    queries, cache = make(split=False)
-    assert queries.isfinite().all()
-    what = f"{heads} heads, rank {rank}, {rows} rows"
-    for name, got, want in zip(("queries", "cache"), make(split=True), (queries, cache), strict=True):
-        assert_bits(got, want, f"{name} of {what}")
-    for row in {0, rows // 2, rows - 1}:
-        got, own = make(True, row, row + 1)
-        assert_bits(got[0], queries[row], f"row {row} alone of {what}")
-        assert_bits(own[length + row], cache[length + row], f"cache row {row} alone of {what}")
-
-
 def check_mla_bits(place: Place, heads: int, length: int, widths: tuple[int, ...], rank: int = 0) -> None:
     """A row's bits do not depend on the window, nor on what lies past it."""
     params, capacity, total = make_mla(place, heads, rank), -(-(length + 2 * ROW_TILE) // 128) * 128, max(8, *widths)

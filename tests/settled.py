@@ -19,7 +19,6 @@ SETTLED = {
     "kda_verify_sums": (5, 6),
     "kda_verify_sums_uneven": (5, 6),
     "mla_query": (12,),
-    "mla_query_latent": (9,),
     "mla_attend_128_1": (3, 4),
     "mla_attend_128_3": (3, 4),
     "mla_attend_128_5": (3, 4),

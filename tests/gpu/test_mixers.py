@@ -48,17 +48,13 @@ def test_kda_prefill(place: Place, heads: int, rows: int) -> None:
     checks.check_kda_prefill(place, heads, rows)
 
 
-# rank of the queries, and whether two kernels make them
-QUERIES = pytest.mark.parametrize(("rank", "split"), [(0, False), (256, False), (256, True)])
+RANKS = pytest.mark.parametrize("rank", [0, 256])  # of the queries
 
 
-@QUERIES
+@RANKS
 @pytest.mark.parametrize(("heads", "length"), [(16, 0), (16, 8000), (32, 4090), (8, 60), (2, 1000), (16, 20000)])
 @pytest.mark.parametrize("rows", [1, 9, 16])
-def test_mla(
-    place: Place, monkeypatch: pytest.MonkeyPatch, heads: int, rank: int, split: bool, length: int, rows: int
-) -> None:
-    monkeypatch.setattr(place.ops, "split_queries", split)
+def test_mla(place: Place, heads: int, rank: int, length: int, rows: int) -> None:
     checks.check_mla(place, heads, rank, length, rows)
 
 
@@ -73,45 +69,33 @@ def test_mla_of_a_gpu_with_little_shared_memory(place: Place) -> None:
         place.ops.device.properties = properties
 
 
-@QUERIES
+@pytest.mark.parametrize("rank", [0, 8, 200, 256])
 @pytest.mark.parametrize("heads", [8, 16])
 @pytest.mark.parametrize("length", [100, 2107, 4219, 8188])
-def test_mla_bits_at_any_width(
-    place: Place, monkeypatch: pytest.MonkeyPatch, heads: int, rank: int, split: bool, length: int
-) -> None:
-    monkeypatch.setattr(place.ops, "split_queries", split)
+def test_mla_bits_at_any_width(place: Place, heads: int, rank: int, length: int) -> None:
     checks.check_mla_bits(place, heads, length, (2, 3, 4, 5, 8, 9, 16), rank)
 
 
-@pytest.mark.parametrize("heads", [1, 16])
-@pytest.mark.parametrize("rank", [8, 200, 256])
-def test_queries_by_two_kernels(place: Place, monkeypatch: pytest.MonkeyPatch, heads: int, rank: int) -> None:
-    monkeypatch.setattr(place.ops, "split_queries", False)  # what the check leaves behind is undone
-    for rows in range(1, ROW_TILE + 1):
-        checks.check_split_queries(place, heads, rank, 1000, rows)
-
-
 @pytest.mark.parametrize("rows", [1, 9])
-def test_queries_by_two_kernels_in_a_graph(place: Place, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_mla_in_a_graph(place: Place, rows: int) -> None:
     params, capacity = checks.make_mla(place, 16, 256), 1280
     table = mla.rope_table(capacity, 64, 6e6, place.device)
     proj = place.rand(ROW_TILE, 256 + 576 + 16, seed=4)
     positions, cache = torch.arange(ROW_TILE, device=place.device), place.rand(capacity, 576, seed=5)
 
-    def run(split: bool) -> Tensor:
-        monkeypatch.setattr(place.ops, "split_queries", split)
+    def run() -> Tensor:
         return place.ops.mla(proj, cache, table, positions, params, rows, capacity)
 
-    run(True)
+    run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run(True)
+        out = run()
     for length in (0, 600, 1200):
         positions.copy_(length + torch.arange(ROW_TILE, device=place.device))
         proj.copy_(place.rand(*proj.shape, seed=length))
         graph.replay()
         got, kept = out[:rows].clone(), cache.clone()
-        assert_bits(run(False)[:rows], got, f"attention after {length}")
+        assert_bits(run()[:rows], got, f"attention after {length}")
         assert_bits(cache, kept, f"cache after {length}")
 
 
@@ -205,12 +189,9 @@ def mixed(ops: CudaOps, at: checks.Kda, cache: Tensor, latent: checks.MlaParams,
     return [*results, at.state, at.conv, cache]
 
 
-@QUERIES
-def test_overlapped_launches_give_the_same_bits(
-    cuda_ops: CudaOps, plain_ops: CudaOps, monkeypatch: pytest.MonkeyPatch, rank: int, split: bool
-) -> None:
+@RANKS
+def test_overlapped_launches_give_the_same_bits(cuda_ops: CudaOps, plain_ops: CudaOps, rank: int) -> None:
     place = Place(cuda_ops, "cuda")
-    monkeypatch.setattr(cuda_ops, "split_queries", split)
     start, cache, latent = (
         checks.make_kda(place, 16, ROW_TILE),
         place.rand(640, 576, seed=3),

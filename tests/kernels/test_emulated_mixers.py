@@ -81,17 +81,9 @@ def test_mla_bits_at_any_width(device: EmulatedDevice, form: Form, heads: int, w
     checks.check_mla_bits(Place(with_form(device, form), "cpu", device.constant), heads, 123, widths)
 
 
-@pytest.mark.parametrize(("heads", "rank", "rows"), [(2, 256, 9), (3, 48, 16), (1, 8, 1)])
-def test_queries_by_two_kernels(device: EmulatedDevice, place: Place, heads: int, rank: int, rows: int) -> None:
-    checks.check_split_queries(place, heads, rank, 37, rows)
-    assert device.launched[-2:] == ["mla_query_rows", "mla_query_latent"]
-
-
-@pytest.mark.parametrize(("rank", "kernel"), [(0, "mla_query"), (264, "mla_query"), (256, "mla_query_latent")])
-def test_mla_where_queries_may_be_split(device: EmulatedDevice, place: Place, rank: int, kernel: str) -> None:
-    place.ops.split_queries = True
-    checks.check_mla(place, 1, rank, 5, 1)
-    assert device.launched[-3] == kernel
+@pytest.mark.parametrize(("heads", "rank"), [(2, 256), (3, 48), (1, 264)])
+def test_mla_bits_of_low_rank_queries(place: Place, heads: int, rank: int) -> None:
+    checks.check_mla_bits(place, heads, 37, (9, 16), rank)
 
 
 @pytest.mark.parametrize("form", [LARGE, SMALL], ids=["large", "small"])
@@ -214,7 +206,6 @@ def test_in_another_order_of_threads_the_results_hold(
     checks.check_kda_window(place, 1, 9)
     checks.check_kda_prefill(place, 1, 19)
     checks.check_mla(place, 16, 48, 126, 7)
-    checks.check_split_queries(place, 2, 256, 30, 10)
     checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *SAMPLINGS[0]), 4)
     for words, span in ((SAMPLINGS[0], 16), (SAMPLINGS[3], 0), (SAMPLINGS[4], 16)):
         checks.check_verdict(place, 300, 307, checks.make_sampling(place, 300, *words), 2, thorough=False, span=span)

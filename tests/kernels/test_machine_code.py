@@ -123,19 +123,3 @@ def test_a_merge_asks_for_all_splits_at_once(mla: dict[str, list[str]]) -> None:
         first = next(i for i, line in enumerate(code) if "SHFL" in line)
         assert len(wide) == 9
         assert wide[-1] < first
-
-
-@pytest.mark.parametrize(
-    ("name", "weights", "early", "together"),
-    [("mla_query_rows", WIDE, 16, 3 * 8), ("mla_query_latent", re.compile(r"LDG\S*\.64"), 32, 8)],
-)
-def test_split_queries_ask_for_weights_then_for_activations_at_once(
-    mla: dict[str, list[str]], name: str, weights: re.Pattern, early: int, together: int
-) -> None:
-    """A warp has three rows at most to norm. mla_query_latent has three ways with a wait each: that of the products."""
-    code = mla[name]
-    product = next(i for i, line in enumerate(code) if "HMMA" in line)
-    begin, wait = [0, *(i for i in range(product) if "ACQBULK" in code[i])][-2:]
-    first = next(i for i in range(wait, len(code)) if "FFMA" in code[i] or "HMMA" in code[i])
-    assert sum(bool(weights.search(line)) for line in code[begin:wait]) == early
-    assert sum("LDG" in line for line in code[wait:first]) == together

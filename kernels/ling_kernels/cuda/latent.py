@@ -14,7 +14,6 @@ from ling_kernels.ops import ROW_TILE, KernelError, MlaParams
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128  # as in mla.cuh
 ROW, QUERY = LATENT + ROPE, NOPE + ROPE
 SLICE, QUERY_THREADS, QUERY_RANK, THREADS = 256, 384, 256, 256
-SPLIT_WARPS = 6  # as in mla_split.cuh
 SPLITS, TILE, PART, ATTEND_WARPS = 66, 16, 192, 8  # as in attend.cuh
 MERGE_RUNS, MERGE_COLUMNS = 8, 256
 
@@ -54,11 +53,9 @@ def deal_tiles(tiles: int, form: Form) -> tuple[int, int]:
 
 
 class LatentOps:
-    """Contracts in `ling_kernels.ops.Ops`. split_queries, without effect on any bit: low-rank queries are made by two
-    kernels instead of one."""
+    """Contracts in `ling_kernels.ops.Ops`."""
 
     device: Device
-    split_queries = False
 
     def mla(
         self, proj: Tensor, cache: Tensor, rope: Tensor, positions: Tensor, params: MlaParams, rows: int, extent: int
@@ -107,16 +104,8 @@ class LatentOps:
         heads, width = params.num_heads, proj.shape[1]
         rank = width - ROW - heads
         q, latent = proj.new_empty(proj.shape[0], heads, ROW), proj[:, rank:]
-        absorption = [params.w_uk, Int64(params.w_uk.stride(0)), params.kv_norm, rope, positions, heads, rows]
-        absorption += [float(params.eps)]
-        if self.split_queries and params.q_b_proj is not None and rank <= QUERY_RANK:
-            tiles = proj.new_empty(heads * QUERY, ROW_TILE)
-            args = [tiles, proj, width, params.q_norm, params.q_b_proj, rank, rows, float(params.eps)]
-            self.device.launch("mla_query_rows", heads * QUERY // (16 * SPLIT_WARPS), SPLIT_WARPS * 32, args)
-            args = [q, cache, tiles, latent, width, *absorption]
-            self.device.launch("mla_query_latent", heads * LATENT // SLICE, QUERY_THREADS, args)
-            return q
-        args = [q, cache, proj, latent, width, params.q_norm, params.q_b_proj, rank, *absorption]
+        args = [q, cache, proj, latent, width, params.q_norm, params.q_b_proj, rank, params.w_uk]
+        args += [Int64(params.w_uk.stride(0)), params.kv_norm, rope, positions, heads, rows, float(params.eps)]
         self.device.launch("mla_query", heads * LATENT // SLICE, QUERY_THREADS, args, query_bytes())
         return q
 

@@ -1,5 +1,5 @@
 // MLA launches: projections to queries and cache rows, attention by splits, merge, value projection with gate.
-#include "mla_split.cuh"
+#include "mla.cuh"
 
 // grid: H * MLA_SLICES. query: rows of the projection (of `stride`), low-rank if there is a q_b; latent: where their
 // latent‖key start; w_uk: heads lie head_stride apart. As few blocks as have the weights on time: attention takes whole
@@ -13,24 +13,6 @@ extern "C" __global__ void __launch_bounds__(QUERY_THREADS, 1)
   const MlaSource source{query, stride, q_norm, q_b, rank, eps};
   mla_absorb(source, {latent, kv_norm, cache}, w_uk + head * head_stride, rope, load_settled(positions), q, heads, head,
              blockIdx.x % MLA_SLICES, rows, *reinterpret_cast<MlaQueryShared*>(memory));
-}
-
-// The same by two kernels, for low-rank queries. grid: H * 12 / SPLIT_WARPS; out: H * 12 tiles of 16 rows.
-extern "C" __global__ void __launch_bounds__(SPLIT_THREADS, 1)
-    mla_query_rows(bf16* out, const bf16* query, int stride, const bf16* q_norm, const bf16* q_b, int rank, int rows,
-                   float eps) {
-  __shared__ QueryRowsShared shared;
-  query_rows({query, stride, q_norm, q_b, rank, eps}, out, rows, shared);
-}
-
-// grid: H * MLA_SLICES. tiles: what mla_query_rows left; latent: rows of `stride`.
-extern "C" __global__ void __launch_bounds__(QUERY_THREADS, 1)
-    mla_query_latent(bf16* q, bf16* cache, const bf16* tiles, const bf16* latent, int stride, const bf16* w_uk,
-                     i64 head_stride, const bf16* kv_norm, const float* rope, const i64* positions, int heads, int rows,
-                     float eps) {
-  const int head = blockIdx.x / MLA_SLICES;
-  query_latent(tiles + head * HEAD_TILES * FRAGMENT, {latent, kv_norm, cache}, stride, eps, w_uk + head * head_stride,
-               rope, positions, q + head * MLA_ROW, heads, head, blockIdx.x % MLA_SLICES, rows);
 }
 
 __device__ __forceinline__ Attend attend_job(const bf16* q, const bf16* cache, const i64* positions, int heads, int rows,
