@@ -107,6 +107,14 @@ def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path, compiled:
     assert sum(bool(WIDE.search(line)) for line in code[:wait]) == 7
     assert early == 7 + 3 + 3 + 1 + 1 + 1  # the history's, one value's taps, rate and norm
     assert rows == 16 + 2 + 4 + 2 + 1  # q or k, decay, v, gate and beta, four channels for the history
+    loads = [i for i in range(wait, first) if "LDG" in code[i]]
+    came: set[str] = set()
+    for line in code[wait : loads[-1]]:
+        registers = re.findall(r"\bR\d+\b", line)
+        if "LDG" in line:
+            came.add(registers[0])
+        else:
+            assert came.isdisjoint(registers), f"{line} waits for a row before all are asked for"
 
 
 @pytest.fixture(scope="module", params=["sm_90", "sm_100", "sm_120"])

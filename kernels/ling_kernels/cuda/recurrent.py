@@ -12,7 +12,7 @@ from ling_kernels.ops import ROW_TILE, KdaParams, KdaStaged, KernelError
 HEAD, SLICES, THREADS, RECORD = 128, 8, 256, 516  # as in kda.cuh
 COMMIT_PARTS = 4  # blocks that share a head in a commit
 TILE, TILE_THREADS, WALKERS = 16, 512, 128  # as in kda_prefill.cuh
-SCAN_BYTES = 3 * 16 * (3 * HEAD + 16 + 4) * 4
+SCAN_BYTES = 3 * (16 + 1) * (3 * HEAD + 16 + 4) * 4
 # Rows whose inputs a prefill keeps at a time: 2,064 bytes for each row and head.
 PREFILL_ROWS = 2048
 

@@ -265,6 +265,7 @@ inline void let_next_start_early() {
 inline void settle_here(int&) {}
 inline void settle_here(u32&) {}
 inline void settle_here(float&) {}
+inline void settle_here(bf16&) {}
 template <class T>
 inline void settle_here(T*&) {}
 inline void settle_before_wait(u32 x) {
@@ -289,6 +290,9 @@ inline u32 warp_min(u32 x) {
 
 inline float infinity() { return INFINITY; }
 inline float not_a_number() { return NAN; }
+inline float quick_exp2(float x) { return std::exp2(x); }
+inline float quick_reciprocal(float x) { return 1.0f / x; }
+inline float quick_rsqrt(float x) { return 1.0f / std::sqrt(x); }
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 inline float silu(float x) { return x / (1.0f + std::exp(-x)); }
 inline u32 ordered(float x) {

@@ -170,6 +170,7 @@ __device__ __forceinline__ void let_next_start_early() {
 __device__ __forceinline__ void settle_here(int& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void settle_here(u32& x) { asm volatile("" : "+r"(x)); }
 __device__ __forceinline__ void settle_here(float& x) { asm volatile("" : "+f"(x)); }
+__device__ __forceinline__ void settle_here(bf16& x) { asm volatile("" : "+h"(x)); }
 template <class T>
 __device__ __forceinline__ void settle_here(T*& x) {
   asm volatile("" : "+l"(x));
@@ -203,6 +204,24 @@ __device__ __forceinline__ u32 warp_min(u32 x) { return __reduce_min_sync(ALL, x
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
+
+// The machine's own 2^x, 1/x and x^-1/2, near enough for what they are used for, without the steps around them that are
+// for numbers below 2^-126.
+__device__ __forceinline__ float quick_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float quick_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float quick_rsqrt(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }

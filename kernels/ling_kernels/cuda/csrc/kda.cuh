@@ -54,13 +54,17 @@ __device__ __forceinline__ KdaTaps kda_taps(const bf16* conv, int channel) {
   return {load_settled(from), load_settled(from + 1)};
 }
 
+__device__ __forceinline__ float kda_open(float x) {  // sigmoid
+  return quick_reciprocal(__fadd_rn(1.0f, quick_exp2(__fmul_rn(x, -1.4426950408889634f))));
+}
+
 // One channel: the convolution over four raw rows, then SiLU.
 __device__ __forceinline__ float kda_mixed(float a, float b, float c, float d, u32 low, u32 high) {
   float x = __fmul_rn(a, low_float(low));
   x = __fmaf_rn(b, high_float(low), x);
   x = __fmaf_rn(c, low_float(high), x);
   x = __fmaf_rn(d, high_float(high), x);
-  return __fdividef(x, __fadd_rn(1.0f, __expf(-x)));
+  return __fmul_rn(x, kda_open(x));
 }
 
 // Four channels of one row; raw: rows -3 .. 0.
@@ -73,18 +77,27 @@ __device__ __forceinline__ float4 kda_mixed(uint2 a, uint2 b, uint2 c, uint2 d, 
           kda_mixed(high_float(a.y), high_float(b.y), high_float(c.y), high_float(d.y), bits(high.z), bits(high.w))};
 }
 
+// length / sqrt(x), both rounded to nearest, where x is neither tiny nor infinite: what the intrinsics do, without their
+// branches for such x, which would keep rows apart that are made side by side.
+__device__ __forceinline__ float kda_scale(float x, float length) {
+  const float r = quick_rsqrt(x), near = __fmul_rn(x, r);
+  const float root = __fmaf_rn(__fmaf_rn(-near, near, x), __fmul_rn(r, 0.5f), near);
+  float inverse = quick_reciprocal(root);
+  inverse = __fmaf_rn(inverse, __fmaf_rn(inverse, -root, 1.0f), inverse);
+  const float ratio = __fmul_rn(length, inverse);
+  return __fmaf_rn(inverse, __fmaf_rn(ratio, -root, length), ratio);
+}
+
 // A head's 128 channels, four a lane, to length `length`.
 __device__ __forceinline__ float4 kda_unit(float4 x, float length) {
   float sum = __fmul_rn(x.x, x.x);
   sum = __fmaf_rn(x.y, x.y, sum);
   sum = __fmaf_rn(x.z, x.z, sum);
   sum = __fmaf_rn(x.w, x.w, sum);
-  const float scale = __fdiv_rn(length, __fsqrt_rn(__fadd_rn(warp_sum(sum), 1e-6f)));
+  const float scale = kda_scale(__fadd_rn(warp_sum(sum), 1e-6f), length);
   return {__fmul_rn(x.x, scale), __fmul_rn(x.y, scale), __fmul_rn(x.z, scale), __fmul_rn(x.w, scale)};
 }
 constexpr float KDA_Q_LENGTH = 0.088388347648318447f;  // 128^-1/2
-
-__device__ __forceinline__ float kda_open(float x) { return __fdividef(1.0f, __fadd_rn(1.0f, __expf(-x))); }  // sigmoid
 
 __device__ __forceinline__ float kda_decay(float f, float bias, float rate, float lower_bound) {
   return expf(__fmul_rn(lower_bound, kda_open(__fmul_rn(rate, __fadd_rn(f, bias)))));
@@ -129,19 +142,9 @@ __device__ __forceinline__ void kda_store(float* to, const float (&state)[KDA_KE
   }
 }
 
-// Sums over the lanes that share a column; every lane gets the same bits.
-__device__ __forceinline__ void kda_sum(float& x, float& y) {
-#pragma unroll
-  for (int step = WARP / 2; step >= KDA_COLUMNS; step >>= 1) {
-    const float a = __shfl_xor_sync(ALL, x, step), b = __shfl_xor_sync(ALL, y, step);
-    x = __fadd_rn(x, a), y = __fadd_rn(y, b);
-  }
-}
-__device__ __forceinline__ float kda_sum(float x) {
-#pragma unroll
-  for (int step = WARP / 2; step >= KDA_COLUMNS; step >>= 1) x = __fadd_rn(x, __shfl_xor_sync(ALL, x, step));
-  return x;
-}
+// Sums over the lanes that share a column; every lane gets the same bits. One step of it, and all.
+__device__ __forceinline__ float kda_add(float x, int step) { return __fadd_rn(x, __shfl_xor_sync(ALL, x, step)); }
+__device__ __forceinline__ float kda_sum(float x) { return kda_add(kda_add(kda_add(x, 16), 8), KDA_COLUMNS); }
 
 // This lane's part of keys · state.
 __device__ __forceinline__ float kda_dot(const float (&state)[KDA_KEYS], const float (&keys)[KDA_KEYS]) {
@@ -153,46 +156,61 @@ __device__ __forceinline__ float kda_dot(const float (&state)[KDA_KEYS], const f
   return __fadd_rn(__fadd_rn(part[0], part[1]), __fadd_rn(part[2], part[3]));
 }
 
-__device__ __forceinline__ void kda_fade(float (&state)[KDA_KEYS], const float (&decay)[KDA_KEYS]) {
+__device__ __forceinline__ void kda_fade(float (&faded)[KDA_KEYS], const float (&state)[KDA_KEYS],
+                                         const float (&decay)[KDA_KEYS]) {
 #pragma unroll
-  for (int i = 0; i < KDA_KEYS; i++) state[i] = __fmul_rn(state[i], decay[i]);
+  for (int i = 0; i < KDA_KEYS; i++) faded[i] = __fmul_rn(state[i], decay[i]);
 }
 
 // read: what the faded state held for these keys.
-__device__ __forceinline__ void kda_correct(float (&state)[KDA_KEYS], const float (&k)[KDA_KEYS], float v, float beta,
-                                            float read) {
+__device__ __forceinline__ void kda_correct(float (&state)[KDA_KEYS], const float (&faded)[KDA_KEYS],
+                                            const float (&k)[KDA_KEYS], float v, float beta, float read) {
   const float u = __fmul_rn(beta, __fsub_rn(v, read));
 #pragma unroll
-  for (int i = 0; i < KDA_KEYS; i++) state[i] = __fmaf_rn(k[i], u, state[i]);
+  for (int i = 0; i < KDA_KEYS; i++) state[i] = __fmaf_rn(k[i], u, faded[i]);
 }
 
-// Rows 0 .. rows - 1 of shared memory, `rows` at least 1: decay, read, correct, write; then out(row, the column's
-// output) on all lanes. From: k(row), decay(row), q(row): 128 floats, 16-byte aligned; v(row): this lane's column's;
-// beta(row). Without OUT no output is made.
-template <bool OUT, class From, class Out>
-__device__ __forceinline__ void kda_walk(float (&state)[KDA_KEYS], int rows, const From& from, const Out& out) {
-  float k[KDA_KEYS], decay[KDA_KEYS], q[KDA_KEYS], part = 0.0f;
-  kda_keys(k, from.k(0)), kda_keys(decay, from.decay(0));
+// What the recurrence needs of one row, in shared memory; of the values, those of the block's columns. All of it lies at
+// one distance from the row before, so that a walk has one address.
+template <int COLUMNS>
+struct KdaRow {
+  alignas(16) float q[KDA_HEAD], k[KDA_HEAD], decay[KDA_HEAD], v[COLUMNS], beta[4];
+};
+
+// `rows` rows, at least 1, from `row` on: decay, read, correct, write; the column's output to `out`, `pitch` values from row
+// to row. Without OUT no output is made. The row after the last is read too, for nothing. What a row waits for is the read,
+// three steps from lane to lane: the output of the row before and the next row's inputs go beside them.
+template <bool OUT, int COLUMNS>
+__device__ __forceinline__ void kda_walk(float (&state)[KDA_KEYS], int rows, const KdaRow<COLUMNS>* row,
+                                         float* out = nullptr, int pitch = 0) {
+  const bool writes = threadIdx.x % WARP < KDA_COLUMNS;
+  float k[KDA_KEYS], decay[KDA_KEYS], faded[KDA_KEYS], q[KDA_KEYS];
+  kda_keys(k, row->k), kda_keys(decay, row->decay);
+#pragma unroll
+  for (int i = 0; i < KDA_KEYS; i++) q[i] = 0.0f;
+  kda_fade(faded, state, decay);
 #pragma unroll 2
-  for (int r = 0; r < rows; r++) {
-    kda_fade(state, decay);
-    float read = kda_dot(state, k), next_k[KDA_KEYS];
-    const int next = min(r + 1, rows - 1);  // in time for the next row
-    kda_keys(decay, from.decay(next)), kda_keys(next_k, from.k(next));
-    const float v = from.v(r), beta = from.beta(r);
-    if (OUT) {
-      kda_keys(q, from.q(r));
-      kda_sum(read, part);
-      if (r > 0) out(r - 1, part);
-    } else {
-      read = kda_sum(read);
-    }
-    kda_correct(state, k, v, beta, read);
-    if (OUT) part = kda_dot(state, q);
+  for (int r = 0; r < rows; r++, row++) {
+    const float v = row->v[kda_column()], beta = row->beta[0];
+    float next_k[KDA_KEYS], read = kda_dot(faded, k), part = 0.0f;
+    read = kda_add(read, 16);
+    if (OUT) part = kda_dot(state, q), kda_keys(q, row->q);
+    read = kda_add(read, 8);
+    if (OUT) part = kda_add(part, 16);
+    kda_keys(next_k, row[1].k), kda_keys(decay, row[1].decay);
+    read = kda_add(read, 4);
+    if (OUT) part = kda_add(part, 8);
+    kda_correct(state, faded, k, v, beta, read);
+    if (OUT) part = kda_add(part, 4);
+    if (OUT && writes && r > 0) *out = part;
+    if (OUT && r > 0) out += pitch;
+    kda_fade(faded, state, decay);
 #pragma unroll
     for (int i = 0; i < KDA_KEYS; i++) k[i] = next_k[i];
   }
-  if (OUT) out(rows - 1, kda_sum(part));
+  if (!OUT) return;
+  const float last = kda_sum(kda_dot(state, q));
+  if (writes) *out = last;
 }
 
 // ---- a head's norm and gate -------------------------------------------------------------------------------------

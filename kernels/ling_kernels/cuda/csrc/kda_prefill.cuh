@@ -72,18 +72,7 @@ __device__ __forceinline__ void kda_inputs(const KdaInputs& job, int tile, int h
 constexpr int KDA_SCAN_ROWS = 16, KDA_SCAN_STAGES = 3;  // rows of a stage; stages, all but one of them on their way
 
 struct KdaScanStage {
-  alignas(16) float qkd[KDA_SCAN_ROWS][3 * KDA_HEAD];
-  alignas(16) float v[KDA_SCAN_ROWS][KDA_SLICE];
-  alignas(16) float beta[KDA_SCAN_ROWS][4];
-};
-
-struct KdaScanRows {
-  const KdaScanStage& s;
-  __device__ const float* q(int row) const { return s.qkd[row] + KDA_Q; }
-  __device__ const float* k(int row) const { return s.qkd[row] + KDA_K; }
-  __device__ const float* decay(int row) const { return s.qkd[row] + KDA_DECAY; }
-  __device__ float v(int row) const { return s.v[row][kda_column()]; }
-  __device__ float beta(int row) const { return s.beta[row][0]; }
+  KdaRow<KDA_SLICE> rows[KDA_SCAN_ROWS + 1];
 };
 
 struct KdaScan {
@@ -99,20 +88,13 @@ struct KdaScan {
 __device__ __forceinline__ void kda_fetch(const KdaScan& job, int head, int slice, int from, KdaScanStage& stage) {
   constexpr int V = 3 * KDA_HEAD / 4, BETA = V + KDA_SLICE / 4;
   const int tid = threadIdx.x;
-  int place, pitch = 3 * KDA_HEAD;
-  float* to = stage.qkd[0] + 4 * tid;
-  if (tid < V) {
-    place = 4 * tid;
-  } else if (tid < BETA) {
-    place = KDA_V + slice * KDA_SLICE + 4 * (tid - V), pitch = KDA_SLICE, to = stage.v[0] + 4 * (tid - V);
-  } else {
-    place = KDA_BETA, pitch = 4, to = stage.beta[0];
-  }
+  const int place = tid < V ? 4 * tid : tid < BETA ? KDA_V + slice * KDA_SLICE + 4 * (tid - V) : KDA_BETA;
+  float* to = stage.rows[0].q + 4 * tid;  // a row has the same parts in the same order
   if (tid <= BETA) {
     const float* source = job.records + (i64(from) * job.heads + head) * KDA_RECORD + place;
     const int left = job.rows - from, step = job.heads * KDA_RECORD;
 #pragma unroll
-    for (int r = 0; r < KDA_SCAN_ROWS; r++, source += step, to += pitch) {
+    for (int r = 0; r < KDA_SCAN_ROWS; r++, source += step, to += sizeof(KdaRow<KDA_SLICE>) / sizeof(float)) {
       if (r < left) copy16(to, source);
     }
   }
@@ -144,9 +126,7 @@ __device__ __forceinline__ void kda_scan(const KdaScan& job, int head, int slice
     __syncthreads();  // this stage is here, and the one before it has been walked through
     kda_fetch(job, head, slice, from + AHEAD_STAGES * KDA_SCAN_ROWS, stages[filled]);
     float* o = job.o + i64(from) * inner + head * KDA_HEAD + slice * KDA_SLICE + kda_column();
-    kda_walk<true>(state, min(KDA_SCAN_ROWS, job.rows - from), KdaScanRows{stages[now]}, [&](int row, float x) {
-      if (tid % WARP < KDA_COLUMNS) o[row * inner] = x;
-    });
+    kda_walk<true>(state, min(KDA_SCAN_ROWS, job.rows - from), stages[now].rows, o, inner);
     now = now + 1 == KDA_SCAN_STAGES ? 0 : now + 1;
     filled = filled + 1 == KDA_SCAN_STAGES ? 0 : filled + 1;
   }

@@ -5,12 +5,8 @@
 // ---- verify -----------------------------------------------------------------------------------------------------
 
 struct KdaVerifyShared {
-  alignas(16) float q[ROW_TILE][KDA_HEAD];
-  alignas(16) float k[ROW_TILE][KDA_HEAD];
-  alignas(16) float decay[ROW_TILE][KDA_HEAD];
-  alignas(16) float v[ROW_TILE][KDA_SLICE];
+  KdaRow<KDA_SLICE> rows[ROW_TILE + 1];
   float o[ROW_TILE][KDA_SLICE];
-  float beta[ROW_TILE];
 };
 
 struct KdaVerify {
@@ -35,8 +31,8 @@ constexpr int KDA_PLACES = KDA_WARPS / 2, KDA_ROUNDS = ROW_TILE / KDA_PLACES;
 struct KdaOwn {
   int head, slice, lane, warp, part, place, fade, row, column;
   __device__ KdaOwn(int head, int slice)
-      : head(head), slice(slice), lane(threadIdx.x % WARP), warp(threadIdx.x / WARP), part(warp / KDA_PLACES),
-        place(warp % KDA_PLACES), fade((warp + KDA_WARPS - 1) % KDA_WARPS),
+      : head(head), slice(slice), lane(threadIdx.x % WARP), warp(__shfl_sync(ALL, int(threadIdx.x / WARP), 0)),
+        part(warp / KDA_PLACES), place((warp + part) % KDA_PLACES), fade((warp + KDA_WARPS - 1) % KDA_WARPS),
         row((threadIdx.x / KDA_SLICE + ROW_TILE - 4) % ROW_TILE), column(threadIdx.x % KDA_SLICE) {}
   __device__ int channels() const { return head * KDA_HEAD + 4 * lane; }
   __device__ int value() const { return head * KDA_HEAD + slice * KDA_SLICE + column; }
@@ -61,14 +57,15 @@ __device__ __forceinline__ void kda_load_history(KdaLoaded& to, const KdaSource&
   }
 }
 
-// Where a thread's share of the window's rows begins: worked out before the wait.
+// Where a thread's share of the window's rows begins: worked out before the wait. What is one load for every thread is
+// asked for by all, of row 0 where a row is not live: a load that hangs on a condition is sent where its result is used.
 struct KdaPlaces {
   const bf16 *qk, *decay, *value, *beta;  // rows place - 3, fade, row - 3, row
 
-  __device__ __forceinline__ KdaPlaces(const KdaSource& source, const KdaOwn& own) {
+  __device__ __forceinline__ KdaPlaces(const KdaSource& source, const KdaOwn& own, int rows) {
     const int inner = source.inner(), width = source.width();
     qk = source.proj + (own.place - 3) * width + own.part * inner + own.channels();
-    decay = source.proj + own.fade * width + 3 * inner + own.channels();
+    decay = source.proj + (own.fade < rows ? own.fade : 0) * width + 3 * inner + own.channels();
     value = source.proj + (own.row - 3) * width + 2 * inner + own.value();
     beta = source.proj + own.row * width + 5 * inner + own.head;
     settle_here(qk), settle_here(decay), settle_here(value), settle_here(beta);
@@ -81,27 +78,30 @@ __device__ __forceinline__ void kda_load_window(KdaLoaded& to, const KdaSource& 
                                                 const KdaPlaces& from, int rows) {
   const int inner = source.inner(), width = source.width();
   auto round = [&](int i) {
-    if (own.place + KDA_PLACES * i >= rows) return;
 #pragma unroll
     for (int t = 0; t < 4; t++) {
-      if (i > 0 || own.place + t >= 3) to.qk[i][t] = kda_four<EVEN>(from.qk + (KDA_PLACES * i + t) * width);
+      if (i > 0) to.qk[i][t] = make_uint2(0, 0);
+      const bool there = own.place + KDA_PLACES * i < rows && (i > 0 || own.place + t >= 3);
+      if (there) to.qk[i][t] = kda_four<EVEN>(from.qk + (KDA_PLACES * i + t) * width);
     }
   };
   round(0);
-  if (own.fade < rows) to.decay[0] = kda_four<EVEN>(from.decay);
+  to.decay[0] = kda_four<EVEN>(from.decay);
   if (own.row < rows) {
 #pragma unroll
     for (int t = 0; t < 4; t++) {
       if (own.row + t >= 3) to.v[t] = load_activation(from.value + t * width);
     }
     to.gate = load_activation(from.value + (3 * width + 2 * inner));
-    if (own.column == 0) to.beta = load_activation(from.beta);
+    to.beta = load_activation(from.beta);
   }
   if (rows > KDA_PLACES) {
 #pragma unroll
     for (int i = 1; i < KDA_ROUNDS; i++) round(i);
     if (own.fade + KDA_WARPS < rows) to.decay[1] = kda_four<EVEN>(from.decay + KDA_WARPS * width);
   }
+  // not made into floats, which awaits them, where they are asked for
+  settle_here(to.v[3]), settle_here(to.gate), settle_here(to.beta);
 }
 
 // The first round's rows, those before the window among them.
@@ -123,13 +123,13 @@ __device__ __forceinline__ void kda_stage(const KdaVerify& job, const KdaOwn& ow
     *reinterpret_cast<float4*>(to) = *reinterpret_cast<const float4*>(from);
   };
   for (int row = own.slice; row < job.rows; row += KDA_SLICES) {
-    if (at < WARP) copy(record(row) + KDA_K + 4 * at, &s.k[row][4 * at]);
-    if (at / WARP == 1) copy(record(row) + KDA_DECAY + 4 * (at - WARP), &s.decay[row][4 * (at - WARP)]);
-    if (at == 2 * WARP) record(row)[KDA_BETA] = s.beta[row];
+    if (at < WARP) copy(record(row) + KDA_K + 4 * at, &s.rows[row].k[4 * at]);
+    if (at / WARP == 1) copy(record(row) + KDA_DECAY + 4 * (at - WARP), &s.rows[row].decay[4 * (at - WARP)]);
+    if (at == 2 * WARP) record(row)[KDA_BETA] = s.rows[row].beta[0];
   }
   if (at < job.rows * QUARTERS) {
     const int row = at / QUARTERS, c = at % QUARTERS * 4;
-    copy(record(row) + KDA_V + own.slice * KDA_SLICE + c, &s.v[row][c]);
+    copy(record(row) + KDA_V + own.slice * KDA_SLICE + c, &s.rows[row].v[c]);
   }
   if (EVEN) return;  // the rows as they came are on their way (KdaPiece)
   for (int i = at; i < job.rows * 3 * KDA_SLICE; i += THREADS) {
@@ -152,24 +152,13 @@ struct KdaPiece {
   __device__ __forceinline__ KdaPiece(const KdaSource& source, const KdaOwn& own, bf16* raw, int rows) {
     const int at = KDA_THREADS - 1 - int(threadIdx.x), row = at / (3 * QUARTERS), part = at / QUARTERS % 3;
     const int channel = part * source.inner() + own.head * KDA_HEAD + own.slice * KDA_SLICE + at % QUARTERS * 4;
-    live = row < rows, from = source.projected(row) + channel, to = raw + row * 3 * source.inner() + channel;
+    live = row < rows, from = source.projected(live ? row : 0) + channel, to = raw + row * 3 * source.inner() + channel;
     settle_here(from), settle_here(to);
   }
-  __device__ __forceinline__ void load() {
-    if (live) x = load_activations4(from);
-  }
+  __device__ __forceinline__ void load() { x = load_activations4(from); }
   __device__ __forceinline__ void store() const {
     if (live) *reinterpret_cast<uint2*>(to) = x;
   }
-};
-
-struct KdaVerifyRows {
-  const KdaVerifyShared& s;
-  __device__ const float* q(int row) const { return s.q[row]; }
-  __device__ const float* k(int row) const { return s.k[row]; }
-  __device__ const float* decay(int row) const { return s.decay[row]; }
-  __device__ float v(int row) const { return s.v[row][kda_column()]; }
-  __device__ float beta(int row) const { return s.beta[row]; }
 };
 
 // Block (head, slice): raw projections to gated output that lacks its norm, which needs all eight slices of a head.
@@ -188,7 +177,7 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
   const float4 bias = load_settled(reinterpret_cast<const float4*>(job.dt_bias + own.channels()));
   const float a_log = load_settled(job.a_log + head);
   const bf16 norm = load_settled(job.o_norm + slice * KDA_SLICE + own.column);
-  const KdaPlaces places(source, own);
+  const KdaPlaces places(source, own, rows);
   bf16* to_out = job.out + own.row * inner + own.value();
   float* to_sums = job.sums + (own.row * source.heads + head) * KDA_SLICES + slice;
   settle_here(to_out), settle_here(to_sums);
@@ -201,40 +190,39 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
 
   auto mix = [&](int i) {
     const int row = own.place + KDA_PLACES * i;
-    if (row >= rows) return;
     const uint2(&raw)[4] = loaded.qk[i];
     const float4 x = kda_mixed(raw[0], raw[1], raw[2], raw[3], taps);
-    float* to = own.part == 0 ? s.q[row] : s.k[row];
+    float* to = own.part == 0 ? s.rows[row].q : s.rows[row].k;
     *reinterpret_cast<float4*>(to + 4 * own.lane) = kda_unit(x, own.part == 0 ? KDA_Q_LENGTH : 1.0f);
   };
-  mix(0);
+  const float rate = expf(a_log);
   auto fade = [&](int i) {
     const int row = own.fade + KDA_WARPS * i;
     if (row >= rows) return;
-    const float rate = expf(a_log);
-    *reinterpret_cast<float4*>(s.decay[row] + 4 * own.lane) = kda_decay(loaded.decay[i], bias, rate, source.lower_bound);
+    *reinterpret_cast<float4*>(s.rows[row].decay + 4 * own.lane) = kda_decay(loaded.decay[i], bias, rate, source.lower_bound);
   };
-  fade(0);
-  if (rows > KDA_PLACES) {
-#pragma unroll
-    for (int i = 1; i < KDA_ROUNDS; i++) mix(i);
-    fade(1);
+  // rounds side by side, also where the later ones have rows past the last, which nobody reads
+  if (rows <= KDA_PLACES) {
+    if (own.place < rows) mix(0);
+  } else {
+    mix(0), mix(1), mix(2);
+    if (rows > 3 * KDA_PLACES) mix(3);
   }
+  fade(0), fade(1);
   const bool live = own.row < rows;
   float gate = 0.0f;
   if (live) {
     const bf16(&raw)[4] = loaded.v;
-    s.v[own.row][own.column] =
+    s.rows[own.row].v[own.column] =
         kda_mixed(to_float(raw[0]), to_float(raw[1]), to_float(raw[2]), to_float(raw[3]), v_taps.x, v_taps.y);
     gate = kda_open(to_float(loaded.gate)) * to_float(norm);
-    if (own.column == 0) s.beta[own.row] = kda_open(to_float(loaded.beta));
+    const float beta = kda_open(to_float(loaded.beta));
+    if (own.column == 0) s.rows[own.row].beta[0] = beta;
   }
   if (EVEN) piece.store();
   __syncthreads();
   if (walks) {
-    kda_walk<true>(state, rows, KdaVerifyRows{s}, [&](int row, float o) {
-      if (own.lane < KDA_COLUMNS) s.o[row][kda_column()] = o;
-    });
+    kda_walk<true>(state, rows, s.rows, s.o[0] + kda_column(), KDA_SLICE);
   } else {
     kda_stage<EVEN>(job, own, s);
   }
@@ -252,9 +240,7 @@ constexpr int KDA_COMMIT_COLUMNS = KDA_THREADS / KDA_LANES;  // 32: of one block
 constexpr int KDA_COMMIT_PARTS = KDA_HEAD / KDA_COMMIT_COLUMNS;
 
 struct KdaCommitShared {
-  alignas(16) float kd[ROW_TILE][2 * KDA_HEAD];
-  alignas(16) float v[ROW_TILE][KDA_COMMIT_COLUMNS];
-  alignas(16) float beta[ROW_TILE][4];
+  KdaRow<KDA_COMMIT_COLUMNS> rows[ROW_TILE + 1];
 };
 
 struct KdaCommit {
@@ -292,15 +278,6 @@ __device__ __forceinline__ void kda_ask(const KdaCommit& job, int layer, int hea
   }
 }
 
-struct KdaCommitRows {
-  const KdaCommitShared& s;
-  __device__ const float* q(int row) const { return s.kd[row]; }
-  __device__ const float* k(int row) const { return s.kd[row]; }
-  __device__ const float* decay(int row) const { return s.kd[row] + KDA_HEAD; }
-  __device__ float v(int row) const { return s.v[row][kda_column()]; }
-  __device__ float beta(int row) const { return s.beta[row][0]; }
-};
-
 // New history: rows count .. count + 2 of the old one followed by the window. Four channels a thread.
 __device__ __forceinline__ void kda_move_history(const KdaCommit& job, int layer, int first, int count) {
   const int part = threadIdx.x / (KDA_COMMIT_COLUMNS / 4);
@@ -327,19 +304,19 @@ __device__ __forceinline__ void kda_commit(const KdaCommit& job, int layer, int 
   kda_load(state, place);
   constexpr int CHUNKS = 2 * KDA_HEAD / 4, QUARTERS = KDA_COMMIT_COLUMNS / 4;
   for (int row = tid / CHUNKS; row < job.window; row += KDA_THREADS / CHUNKS) {
-    copy16(&s.kd[row][tid % CHUNKS * 4], job.record(layer, head, row) + KDA_K + tid % CHUNKS * 4);
+    copy16(s.rows[row].k + tid % CHUNKS * 4, job.record(layer, head, row) + KDA_K + tid % CHUNKS * 4);
   }
   if (tid < job.window * QUARTERS) {
     const int row = tid / QUARTERS, c = tid % QUARTERS * 4;
-    copy16(&s.v[row][c], job.record(layer, head, row) + KDA_V + first + c);
+    copy16(s.rows[row].v + c, job.record(layer, head, row) + KDA_V + first + c);
   }
-  if (tid < job.window) copy16(s.beta[tid], job.record(layer, head, tid) + KDA_BETA);
+  if (tid < job.window) copy16(s.rows[tid].beta, job.record(layer, head, tid) + KDA_BETA);
   copies_commit();
   const int rows = int(committed);
   if (rows > 0) kda_move_history(job, layer, head * KDA_HEAD + first, rows);
   copies_wait<0>();
   __syncthreads();
   if (rows == 0) return;
-  kda_walk<false>(state, rows, KdaCommitRows{s}, [](int, float) {});
+  kda_walk<false>(state, rows, s.rows);
   kda_store(place, state);
 }
