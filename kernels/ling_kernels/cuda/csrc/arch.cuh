@@ -255,6 +255,11 @@ __device__ __forceinline__ bf16 load_settled(const bf16* from) {
   asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(from));
   return v;
 }
+__device__ __forceinline__ uint2 load_settled(const uint2* from) {
+  uint2 v;
+  asm volatile("ld.global.cg.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+  return v;
+}
 __device__ __forceinline__ float4 load_settled(const float4* from) {
   float4 v;
   asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
