@@ -279,7 +279,9 @@ class DenseOps:
         warps = warps_for(params.experts_per_token * tiles, width, self.device.properties.num_sms)
         name, args, bytes_needed = _named("experts_gate_up", rows), [plan], sums_bytes(warps, rows)
         unselected, self.unselected = self.unselected, None
-        if unselected is not None and unselected.routing is routing:
+        if unselected is not None and unselected.routing is not routing:
+            unselected = None
+        if unselected is not None:
             name, args = "experts_choose_gate_up", unselected.args
         blocks = min((mid.shape[0] - 1) * tiles, self.device.resident(name, warps * 32, bytes_needed))
         args = [h, params.gate_up, *args, mid, inner, pitch, float(params.limit), rows, width]
@@ -289,6 +291,8 @@ class DenseOps:
         args = [mid, params.shared.down, params.down, plan, out, shared, inner, pitch, h.shape[0], rows, width]
         tiles, bytes_needed = -(-width // 16), sums_bytes(warps, rows, 1)
         name = self._down_name(rows, tiles * parts, warps * 32, bytes_needed)
+        if unselected is not None:
+            name = "experts_down_8_9"  # which can wait for the plan
         self.device.launch(name, (tiles, parts), warps * 32, args, bytes_needed)
         return out
 

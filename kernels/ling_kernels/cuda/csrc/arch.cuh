@@ -272,6 +272,21 @@ __device__ __forceinline__ uint4 load_settled16(const void* from) {
   return v;
 }
 
+// Words that a kernel which still runs may be writing, looked at again and again: each is read whole, and anew.
+__device__ __forceinline__ u32 load_changing(const u32* from) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 load_changing16(const void* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+
 // ---- shared memory: copies in the background, matrix fragments --------------------------------------------------
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }

@@ -125,6 +125,8 @@ struct Choice {
       to.plan[PLAN_IDS + 1 + below] = u32(expert), to.plan[PLAN_MASKS + 1 + below] = 1;
       to.plan[PLAN_WEIGHTS + (1 + below) * ROW_TILE] = __float_as_uint(weight);
       to.experts[lane] = expert, to.weights[lane] = weight;
+    } else if (lane < MAX_CHOSEN) {
+      to.plan[PLAN_IDS + 1 + lane] = 0;
     }
     begin_plan(to.plan, 1, 0);
     if (lane == WARP - 1) to.plan[0] = u32(router.chosen + 1);
@@ -196,37 +198,41 @@ __device__ __forceinline__ void down_part(
   const u32 slot_pitch = ROW_TILE * pitch;
 
   // The plan is settled: every block of gate_up is past its own wait when down starts, so whoever wrote the plan has
-  // finished; but one row's may be gate_up's own, whose words are known by not being what the kernel before it left. They
-  // are read before their number is known: those of the first slots by every thread, in one trip to memory, the others
-  // when the first slots' weights are on their way.
+  // finished; but one row's may be gate_up's own, and is looked at again until it is there, by the form that asks for all
+  // of its slots at once. The words are read before their number is known: those of the first slots by every thread, in
+  // one trip to memory, the others when the first slots' weights are on their way.
   static_assert(PLAN_IDS % 4 == 0, "ids are read by fours");
   u32 asked[(AHEAD + 3) / 4 * 4];
   int slots;
-  bool there;
-  do {
+  auto look = [&] {
 #pragma unroll
     for (int s = 0; s < AHEAD; s += 4) {
-      const uint4 four = load_settled16(experts.plan + PLAN_IDS + s);
+      const uint4 four = load_changing16(experts.plan + PLAN_IDS + s);
       asked[s] = four.x, asked[s + 1] = four.y, asked[s + 2] = four.z, asked[s + 3] = four.w;
     }
-    slots = int(load_settled(experts.plan));
-    there = slots > 0;
+    slots = int(load_changing(experts.plan));
+  };
+  auto missing = [&] {
+    u32 any = slots == 0 ? NO_ID : 0;
 #pragma unroll
-    for (int s = 1; s < AHEAD; ++s) there = there && (s >= slots || asked[s] != NO_ID);
-  } while (NT == 1 && !there);
+    for (int s = 1; s < AHEAD; ++s) any |= asked[s];
+    return any == NO_ID;
+  };
+  look();
   Chunk ring[AHEAD];
+  load_weights_into(ring[0].low, shared_low, true);  // whatever the plan says
+  load_weights_into(ring[0].high, shared_low + shared_high, true);
+  constexpr bool ALL_OF_A_ROW = NT == 1 && AHEAD == MAX_CHOSEN + 1;
+  while (ALL_OF_A_ROW && live == 1 && missing()) look();
   uint4 in[AHEAD][NT] = {};  // zeros stay where a lane has no values of K
 #pragma unroll
-  for (int s = 0; s < AHEAD; ++s) {
-    const bf16* from = s == 0 ? shared_low : routed_low + u64(s < slots ? asked[s] : 0) * stride;
+  for (int s = 1; s < AHEAD; ++s) {
+    const bf16* from = routed_low + u64(s < slots ? asked[s] : 0) * stride;
     load_weights_into(ring[s].low, from, s < slots);
-    load_weights_into(ring[s].high, from + (s == 0 ? shared_high : routed_high), s < slots);
+    load_weights_into(ring[s].high, from + routed_high, s < slots);
   }
   if (slots > AHEAD) {
-    for (int s = AHEAD + threadIdx.x; s < slots; s += blockDim.x) {
-      do ids[s] = load_settled(experts.plan + PLAN_IDS + s);
-      while (NT == 1 && ids[s] == NO_ID);
-    }
+    for (int s = AHEAD + threadIdx.x; s < slots; s += blockDim.x) ids[s] = load_settled(experts.plan + PLAN_IDS + s);
     __syncthreads();
   }
   const Own<NT, 16> own;

@@ -7,7 +7,7 @@ constexpr int MAX_SLOTS = ROW_TILE * MAX_CHOSEN + 1;
 
 // The plan in 32-bit words: number of slots; expert id and mask of rows by slot; fp32 weights [slot][ROW_TILE]. Slot
 // 0 is the shared expert, with weight 1 for all rows; the others follow in ascending order of their experts.
-// What is not there yet holds NO_ID, and the number 0, where a plan is made by the kernel before the one that reads it.
+// One row's number is 0 and all its ids are NO_ID until they are there; ids that it does not have are then 0.
 constexpr u32 NO_ID = 0xffffffffu;
 constexpr int PLAN_IDS = 4, PLAN_MASKS = PLAN_IDS + MAX_SLOTS, PLAN_WEIGHTS = PLAN_MASKS + MAX_SLOTS + 2;
 
@@ -246,5 +246,6 @@ __device__ __forceinline__ void write_plan(
     plan[PLAN_IDS + slot] = u32(pick.expert), plan[PLAN_MASKS + slot] = rows;
     plan[PLAN_WEIGHTS + slot * ROW_TILE + row] = __float_as_uint(weight);
   }
+  if (live == 1 && !picks && lane < MAX_CHOSEN) plan[PLAN_IDS + 1 + lane] = 0;
   if (threadIdx.x == WARP - 1) plan[0] = u32(slot);  // this lane's slot comes after all
 }
