@@ -34,8 +34,8 @@ LARGE, SMALL = Form(128, (1, 3, 5)), Form(64, (1,))  # by the shared memory that
 def attend_bytes(form: Form, tiles: int) -> int:
     """sizeof(AttendShared) in attend.cuh."""
     rows, keys, stats = tiles * TILE, form.keys, tiles * TILE * 4 * (2 * ATTEND_WARPS + 4)
-    buffers = 2 if tiles > 3 else 3
-    weights = (1 if buffers == 2 else rows) * (keys + 8)
+    buffers = 1 if tiles == 1 else 2 if tiles > 3 else 3
+    weights = (1 if buffers < 3 else rows) * (keys + 8)
     halves = keys * (ROW + 8) + buffers * rows * (PART + 8) + weights
     return -(-(2 * halves + stats) // 16) * 16
 
@@ -64,11 +64,11 @@ class LatentOps:
         if rows > ROW_TILE:
             return prefill_mla(proj, cache, rope, positions, params, self._end_of(positions))
         heads, width = params.num_heads, proj.shape[1]
-        q = self._latent_queries(proj, cache, rope, positions, params, rows)
-
-        partial, stats = self._attend_scratch(heads, proj)
         form, tiles = self._form(), -(-rows * heads // TILE)
         most, together = deal_tiles(tiles, form)
+        q = self._latent_queries(proj, cache, rope, positions, params, rows, most == 1)
+
+        partial, stats = self._attend_scratch(heads, proj)
         scale = QUERY**-0.5 * 1.4426950408889634
         args = [partial, stats, q, cache, positions, heads, rows, together, cache.shape[0], scale]
         grid, shared = (SPLITS, -(-tiles // together)), attend_bytes(form, most)
@@ -98,14 +98,23 @@ class LatentOps:
         return kept[1]
 
     def _latent_queries(
-        self, proj: Tensor, cache: Tensor, rope: Tensor, positions: Tensor, params: MlaParams, rows: int
+        self,
+        proj: Tensor,
+        cache: Tensor,
+        rope: Tensor,
+        positions: Tensor,
+        params: MlaParams,
+        rows: int,
+        fragments: bool,
     ) -> Tensor:
-        """The window's absorbed queries [R, H, 576]; its rows of the cache are written as well."""
+        """The window's absorbed queries [R, H, 576], or the same bytes as attention's blocks of one tile take them; its
+        rows of the cache are written as well."""
         heads, width = params.num_heads, proj.shape[1]
         rank = width - ROW - heads
         q, latent = proj.new_empty(proj.shape[0], heads, ROW), proj[:, rank:]
         args = [q, cache, proj, latent, width, params.q_norm, params.q_b_proj, rank, params.w_uk]
-        args += [Int64(params.w_uk.stride(0)), params.kv_norm, rope, positions, heads, rows, float(params.eps)]
+        args += [Int64(params.w_uk.stride(0)), params.kv_norm, rope, positions, heads, rows, int(fragments)]
+        args += [float(params.eps)]
         self.device.launch("mla_query", heads * LATENT // SLICE, QUERY_THREADS, args, query_bytes())
         return q
 

@@ -229,6 +229,10 @@ inline void load_weights_into(uint4& to, const void* from, bool live) {
 inline uint4 load_activations(const void* from) { return load_weights(from, true); }
 inline void load_activations_into(uint4& to, const void* from, bool live) { load_weights_into(to, from, live); }
 inline uint4 load16(const void* from, bool live = true) { return load_weights(from, live); }
+inline void store16(void* to, const uint4& v) {
+  if (uintptr_t(to) & 15) emulator::fail("a 16-byte store is not aligned");
+  std::memcpy(to, &v, 16);
+}
 inline float load_settled(const float* from) { return *from; }
 inline i64 load_settled(const i64* from) { return *from; }
 inline u32 load_settled(const u32* from) { return *from; }

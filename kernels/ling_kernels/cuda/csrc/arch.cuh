@@ -121,6 +121,11 @@ __device__ __forceinline__ uint4 load16(const void* from, bool live = true) {
   return v;
 }
 
+// 16 bytes to global memory by one instruction: the compiler made four of an assignment.
+__device__ __forceinline__ void store16(void* to, const uint4& v) {
+  asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 // Ask for memory to be in L2 soon. from: 16-byte aligned; bytes: a multiple of 16. Called by one thread.
 __device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
 #if __CUDA_ARCH__ >= 900

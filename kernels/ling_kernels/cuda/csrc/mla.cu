@@ -2,22 +2,23 @@
 #include "mla.cuh"
 
 // grid: H * MLA_SLICES. query: rows of the projection (of `stride`), low-rank if there is a q_b; latent: where their
-// latent‖key start; w_uk: heads lie head_stride apart. As few blocks as have the weights on time: attention takes whole
+// latent‖key start; w_uk: heads lie head_stride apart; fragments: queries for attention by blocks of one tile. As few blocks as have the weights on time: attention takes whole
 // multiprocessors, and should find them free long before it has queries.
 extern "C" __global__ void __launch_bounds__(QUERY_THREADS, 1)
     mla_query(bf16* q, bf16* cache, const bf16* query, const bf16* latent, int stride, const bf16* q_norm,
               const bf16* q_b, int rank, const bf16* w_uk, i64 head_stride, const bf16* kv_norm, const float* rope,
-              const i64* positions, int heads, int rows, float eps) {
+              const i64* positions, int heads, int rows, int fragments, float eps) {
   DYNAMIC_SHARED(memory);
   const int head = blockIdx.x / MLA_SLICES;
   const MlaSource source{query, stride, q_norm, q_b, rank, eps};
-  mla_absorb(source, {latent, kv_norm, cache}, w_uk + head * head_stride, rope, load_settled(positions), q, heads, head,
-             blockIdx.x % MLA_SLICES, rows, *reinterpret_cast<MlaQueryShared*>(memory));
+  mla_absorb(source, {latent, kv_norm, cache}, w_uk + head * head_stride, rope, load_settled(positions), q, fragments, heads,
+             head, blockIdx.x % MLA_SLICES, rows, *reinterpret_cast<MlaQueryShared*>(memory));
 }
 
 __device__ __forceinline__ Attend attend_job(const bf16* q, const bf16* cache, const i64* positions, int heads, int rows,
                                              int together, int capacity) {
-  return {q, cache, heads, rows, capacity, int(load_settled(positions)), int(blockIdx.y) * together * 16};
+  const int first = int(blockIdx.y) * together * 16;
+  return {q, cache, heads, rows, capacity, int(load_settled(positions)), first, min(first + together * 16, rows * heads)};
 }
 
 // grid: (ATTEND_SPLITS, tiles / together rounded up), together <= TILES. Forms with equal KEYS leave the same bits.

@@ -155,13 +155,13 @@ struct MlaCacheRow {
   // rows may start at any element
   __device__ void write(const bf16* latent, bf16* to, float eps) const {
     const int lane = threadIdx.x % WARP;
+    const bf16* from = latent + 2 * lane;
     bf16 x[EACH][2], key[2];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-      const int at = 2 * (i * WARP + lane);
-      x[i][0] = load_activation(latent + at), x[i][1] = load_activation(latent + at + 1);
+      x[i][0] = load_activation(from + 2 * WARP * i), x[i][1] = load_activation(from + 2 * WARP * i + 1);
     }
-    key[0] = load_activation(latent + MLA_LATENT + 2 * lane), key[1] = load_activation(latent + MLA_LATENT + 2 * lane + 1);
+    key[0] = load_activation(from + MLA_LATENT), key[1] = load_activation(from + MLA_LATENT + 1);
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -186,16 +186,18 @@ struct MlaEntries {
 };
 
 // A block's part of a window's queries: latent columns slice * MLA_SLICE .. of one head's, for all rows. While the first
-// warps absorb, the spare ones of slice 0 turn the rope part, and those of slice 1 write every `heads`th cache entry.
-// w_uk: this head's [128, 512]. q [16, H, 576]. position: of the first row, settled.
+// warps absorb, the spare ones of slice 0 turn the rope part; those of slice 1 write every `heads`th cache entry while the
+// first low-rank queries are normed, which is as long a chain. w_uk: this head's [128, 512]. q [16, H, 576], or in tiles
+// of fragments (attend_place). position: of the first row, settled.
 __device__ __forceinline__ void mla_absorb(const MlaSource& source, const MlaEntries& entries, const bf16* w_uk,
-                                           const float* rope, i64 position, bf16* q, int heads, int head, int slice,
-                                           int rows, MlaQueryShared& s) {
+                                           const float* rope, i64 position, bf16* q, bool fragments, int heads,
+                                           int head, int slice, int rows, MlaQueryShared& s) {
   constexpr int PIECES = MLA_SLICE / 8, TURNS = ROW_TILE / SPARE_WARPS, COLUMNS = MLA_SLICE / MLA_WARPS;
   const int tid = threadIdx.x, lane = tid % WARP, warp = tid / WARP, matrix = lane / 8;
   const bool low_rank = source.q_b != nullptr;
   MlaQueryRows weights;
   MlaQueryNorm norm;
+  let_next_start_early();  // attention's keys take longer to come than what is asked for here
   if (low_rank) weights.load(source.q_b, head * MLA_QUERY + 16 * warp, source.rank, 0);
   if (low_rank) norm.load(source.q_norm, source.rank, 0);
 #pragma unroll 4
@@ -205,7 +207,7 @@ __device__ __forceinline__ void mla_absorb(const MlaSource& source, const MlaEnt
   }
   copies_commit();
   float cosine[TURNS], sine[TURNS];  // of this lane's pair, for the warps that turn the rope part
-  const int turner = slice == 0 ? warp - MLA_WARPS : -1, writer = slice == 1 ? warp - MLA_WARPS : -1;
+  const int turner = slice == 0 ? warp - MLA_WARPS : -1, writer = slice == 1 && warp >= MLA_WARPS ? QUERY_WARPS - 1 - warp : -1;
   int entry = writer >= 0 ? head + heads * writer : rows;
   MlaCacheRow row;
 #pragma unroll
@@ -218,8 +220,13 @@ __device__ __forceinline__ void mla_absorb(const MlaSource& source, const MlaEnt
   if (entry < rows) row.prepare(entries.norm, rope + (position + entry) * MLA_ROPE);
   const bf16* low = source.rows + warp * source.stride + lane;
   settle_here(low);
-  let_next_start_early();
   wait_for_producer();
+#pragma unroll 1
+  while (entry < rows) {
+    row.write(entries.latent + i64(entry) * source.stride, entries.cache + (position + entry) * MLA_ROW, source.eps);
+    entry += heads * SPARE_WARPS;
+    if (entry < rows) row.prepare(entries.norm, rope + (position + entry) * MLA_ROPE);
+  }
   if (low_rank) {
     mla_low_rank(weights, norm, source, low, head, rows, s);
   } else {
@@ -247,10 +254,12 @@ __device__ __forceinline__ void mla_absorb(const MlaSource& source, const MlaEnt
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int r = lane / 4 + 8 * half;
-      bf16* to = q + (i64(r) * heads + head) * MLA_ROW + slice * MLA_SLICE + COLUMNS * warp + 2 * (lane % 4);
+      const int column = slice * MLA_SLICE + COLUMNS * warp + 2 * (lane % 4), query = r * heads + head;
+      bf16* to = q + (fragments ? attend_place(query, column) : query * MLA_ROW + column);
 #pragma unroll
       for (int n = 0; n < COLUMNS / 8; n++) {
-        if (r < rows) *reinterpret_cast<u32*>(to + 8 * n) = pack_bf16(acc[n][2 * half], acc[n][2 * half + 1]);
+        const int at = fragments ? n / 2 * ATTEND_FRAGMENT + n % 2 * 4 : 8 * n;
+        if (r < rows) *reinterpret_cast<u32*>(to + at) = pack_bf16(acc[n][2 * half], acc[n][2 * half + 1]);
       }
     }
     return;
@@ -260,14 +269,9 @@ __device__ __forceinline__ void mla_absorb(const MlaSource& source, const MlaEnt
     const int r = turner + SPARE_WARPS * i;
     if (turner < 0 || r >= rows) continue;
     const u32 pair = *reinterpret_cast<const u32*>(&s.q[r][MLA_NOPE + 2 * lane]);
-    bf16* to = q + (i64(r) * heads + head) * MLA_ROW + MLA_LATENT + 2 * lane;
+    const int column = MLA_LATENT + 2 * lane, query = r * heads + head;
+    bf16* to = q + (fragments ? attend_place(query, column) : query * MLA_ROW + column);
     *reinterpret_cast<u32*>(to) = rope_pair(low_float(pair), high_float(pair), cosine[i], sine[i]);
-  }
-#pragma unroll 1
-  while (entry < rows) {
-    row.write(entries.latent + i64(entry) * source.stride, entries.cache + (position + entry) * MLA_ROW, source.eps);
-    entry += heads * SPARE_WARPS;
-    if (entry < rows) row.prepare(entries.norm, rope + (position + entry) * MLA_ROPE);
   }
 }
 
