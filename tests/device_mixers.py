@@ -104,6 +104,35 @@ def check_kda_window(place: Place, heads: int, rows: int) -> None:
         assert_bits(got.conv, expected.conv, f"conv history after {count}")
 
 
+def check_kda_keeps_one_row(place: Place, heads: int) -> None:
+    """A step's only row is kept by kda_verify and `advance`, or not at all, as kda_commit would do it afterwards."""
+    start = make_kda(place, heads, 1, layers=2, seed=30)
+    row = tile(start.proj)
+
+    def step(limits: Limits | None, count: int) -> Kda:
+        at, kept = start.copy(), torch.tensor(count, device=place.device)
+        staged = []
+        for layer in range(2):
+            _, window = place.ops.kda_verify(row, at.conv[layer], at.state[layer], at.params, 1, limits=limits)
+            place.ops.gated = None
+            staged.append(window)
+        place.ops.kda_commit(staged, at.conv, at.state, kept, lazy=limits is not None)
+        if limits is not None:
+            entry = torch.arange(22, device=place.device)
+            verdict = Verdict(entry[:1], kept, entry[5], torch.tensor(False, device=place.device), entry)
+            ring = torch.ones(8, 38, dtype=torch.int64, device=place.device)
+            positions = torch.arange(ROW_TILE, device=place.device)
+            place.ops.advance(verdict, ring, positions, entry[3].clone(), limits)
+            assert (int(positions[0]), int(limits.step)) == (count, 42)
+        return at
+
+    ended = [make_limits(place, done=True), make_limits(place, remaining=0)]
+    for count, limits in [(1, make_limits(place)), *((0, limits) for limits in ended)]:
+        got, want = step(limits, count), step(None, count)
+        assert_bits(got.state, want.state, f"states of {count} rows")
+        assert_bits(got.conv, want.conv, f"conv history of {count} rows")
+
+
 def check_kda_bits(place: Place, heads: int, widths: tuple[int, ...], length: int = 16) -> None:
     """Windows of any width, and a prefill, leave the bits of single rows."""
     start = make_kda(place, heads, length, layers=2, seed=20)

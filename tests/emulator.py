@@ -96,6 +96,7 @@ class EmulatedDevice:
         self.order = ORDERS.index(order)
         self.launched: list[str] = []
         self._constants: dict[int, Tensor] = {}
+        self._own: set[int] = set()  # settled storages that the next kernel may write
         self._units = load_units(names or units(), folder)
 
     def constant(self, *tensors: Tensor) -> None:
@@ -116,7 +117,8 @@ class EmulatedDevice:
         regions = (Region * len(copies))()
         for region, (at, base) in zip(regions, copies.items(), strict=True):
             ctypes.memmove(base, at, storages[at].nbytes())
-            region.base, region.bytes, region.constant = base, storages[at].nbytes(), at in self._constants
+            region.base, region.bytes = base, storages[at].nbytes()
+            region.constant = 2 if at in self._own else int(at in self._constants)
         moved = [_moved(arg, copies) for arg in args]
         values, kinds = packed(moved)
         kept = [kind(value) for value, kind in zip(values, kinds, strict=True)]

@@ -9,15 +9,16 @@ from ling_kernels.cuda.driver import Argument
 
 # Places of such arguments: written several kernels earlier, and by none that may still run. (history and state; keys
 # and values below the window, positions, length; norms side by side since their first use; the residual stream, to
-# which a partial is added; the plan of the experts)
+# which a partial is added; the plan of the experts; a sequence's words and drafts)
 SETTLED = {
     "exchange_norm": (3,),
     **{f"exchange_norm_{ranks}": (4,) for ranks in (2, 4, 8)},
     **{f"experts_down_{form}": (3,) for form in ("8_9", "8_8", "16_10", "16_6", "16_5")},
     "linear_normed": (3,),
     "router_normed": (3,),
-    "kda_verify_sums": (5, 6),
-    "kda_verify_sums_uneven": (5, 6),
+    "kda_verify_sums": (5, 6, 14, 15),
+    "kda_verify_sums_uneven": (5, 6, 14, 15),
+    "kda_follow_layers": (0,),
     "mla_query": (12,),
     "mla_attend_128_1": (3, 4),
     "mla_attend_128_3": (3, 4),
@@ -25,14 +26,24 @@ SETTLED = {
     "mla_attend_64_1": (3, 4),
     "mla_merge": (3,),
     "mla_merge_values": (3,),
+    "sample_verdict": (2, 3, 4, 5, 6),
+    "sample_verdict_best": (6, 7, 8, 9, 10),
     "draft_heads": (2,),
     "draft_attend": (3, 4, 5),
     "draft_merge": (3,),
 }
 
+# The same of arguments that the kernel itself writes, after its wait, where each block has read its own part alone; and
+# the place of an argument that has to be there for it.
+OWN = {
+    "kda_verify_sums": (6, 14),
+    "kda_verify_sums_uneven": (6, 14),
+    "kda_follow_layers": (1, 4),
+}
+
 
 class SettledDevice(EmulatedDevice):
-    """Lets those, and only those, be read early; a kernel that writes one of them fails."""
+    """Lets those, and only those, be read early; a kernel that writes one of SETTLED fails."""
 
     def launch(
         self, name: str, grid: int | Sequence[int], block: int, args: Sequence[Argument], shared: int = 0
@@ -42,7 +53,10 @@ class SettledDevice(EmulatedDevice):
         if name == "exchange_norm" and args[0] is None:
             settled = ()  # what it norms comes from the kernel before
         self.constant(*[args[at] for at in settled if args[at] is not None])
+        own, given = OWN.get(name, (0, None))
+        if given is not None and args[given] is not None:
+            self._own = {args[own].untyped_storage().data_ptr()}
         try:
             super().launch(name, grid, block, args, shared)
         finally:
-            self._constants = before
+            self._constants, self._own = before, set()

@@ -157,10 +157,12 @@ class Routing(NamedTuple):
 
 
 class KdaStaged(NamedTuple):
-    """What kda_commit needs to advance a layer by any prefix of the window; its form is the device's own."""
+    """What kda_commit needs to advance a layer by any prefix of the window; its form is the device's own. advanced: the
+    state has advanced by the window's one row already."""
 
     states: Tensor
     inputs: Tensor
+    advanced: bool = False
 
 
 class Limits(NamedTuple):
@@ -234,13 +236,15 @@ class Ops(Protocol):
         ...
 
     def kda_verify(
-        self, proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: int
+        self, proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: int, limits: Limits | None = None
     ) -> tuple[Tensor, KdaStaged]:
-        """KDA over a window, raw projections to gated output. Reads conv and state, never writes them.
+        """KDA over a window, raw projections to gated output. Reads conv and state; without limits it writes neither.
 
         proj [R, 5P+H] act, q‖k‖v‖f‖g‖b; conv [3, 3P] act, raw inputs before the window; state [H, 128, 128] fp32 as
         [value, key]; rows = W. -> o [R, P] act (rows past W are zero), staged. The recurrence is sequential in fp32
-        with one order of operations. Source: ling3-model.md 4.1, dspark.md 9.
+        with one order of operations. limits: of a step, which keeps its only row unless the sequence is done or nothing
+        is remaining, so that with one row a device may advance the state at once; where that row's logits turn out not
+        to be finite, the state is lost. Source: ling3-model.md 4.1, dspark.md 9.
         """
         ...
 
@@ -248,9 +252,13 @@ class Ops(Protocol):
         """The same over T rows in chunks; advances conv and state in place. -> o [T, P] act."""
         ...
 
-    def kda_commit(self, staged: list[KdaStaged], conv: Tensor, state: Tensor, count: Tensor) -> None:
+    def kda_commit(
+        self, staged: list[KdaStaged], conv: Tensor, state: Tensor, count: Tensor, lazy: bool = False
+    ) -> None:
         """Advance all layers by the first `count` [] rows of the window they staged; 0 changes nothing.
 
+        lazy: `advance` of the verdict that has this count follows, and nothing reads conv or state before it, so a device
+        may leave the work to that.
         conv [layers, 3, 3P], state [layers, H, 128, 128], in place. Equal to the bit to one-row steps.
         """
         ...

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ling_kernels.ops import KdaParams, KdaStaged, MoeParams, Ops
+from ling_kernels.ops import KdaParams, KdaStaged, Limits, MoeParams, Ops
 from ling_local.engine.state import SequenceState
 from ling_local.engine.weights import LayerWeights, Weights
 
@@ -28,12 +28,13 @@ def forward(
     positions: Tensor,
     rows: int | None,
     tapped: tuple[int, ...] = (),
+    limits: Limits | None = None,
 ) -> Hidden:
     """Run ids [R] at positions [R] through the model.
 
     rows None: a prefill chunk; KDA states and conv history advance by all R rows. Otherwise a window with `rows`
     live rows: they stay as they are and what a commit needs is returned. Latent rows are written either way.
-    tapped: layers whose output is wanted, -1 for the embedding.
+    tapped: layers whose output is wanted, -1 for the embedding. limits: of a step, see `Ops.kda_verify`.
     """
     eps = weights.config.rms_norm_eps
     staged: list[KdaStaged] = []
@@ -46,7 +47,7 @@ def forward(
             taps.append(x)
         proj = ops.linear(h, layer.attention.in_proj, rows)
         if isinstance(layer.attention, KdaParams):
-            o = _kda(ops, proj, state, layer, kda, rows, staged)
+            o = _kda(ops, proj, state, layer, kda, rows, staged, limits)
             kda += 1
         else:
             live = ids.shape[0] if rows is None else rows
@@ -68,11 +69,12 @@ def _kda(
     index: int,
     rows: int | None,
     staged: list[KdaStaged],
+    limits: Limits | None,
 ) -> Tensor:
     conv, recurrent = state.conv[index], state.recurrent[index]
     if rows is None:
         return ops.kda_prefill(proj, conv, recurrent, layer.attention)
-    o, kept = ops.kda_verify(proj, conv, recurrent, layer.attention, rows)
+    o, kept = ops.kda_verify(proj, conv, recurrent, layer.attention, rows, limits=limits)
     staged.append(kept)
     return o
 

@@ -19,7 +19,7 @@ def step(ops: Ops, weights: Weights, state: SequenceState, drafter: Drafter | No
     """
     window = state.window(width)
     taps = drafter.taps if drafter else ()
-    hidden = forward(ops, weights, state, window.ids, window.positions, width, taps)
+    hidden = forward(ops, weights, state, window.ids, window.positions, width, taps, state.limits)
     logits = ops.head(hidden.last, weights.lm_head, width)
     verdict = ops.verdict(logits, window.drafts, window.positions, state.sampling, state.limits, width)
     commit(ops, weights, state, drafter, window, hidden, verdict)
@@ -37,7 +37,7 @@ def commit(
     verdict: Verdict,
 ) -> None:
     """Advance everything by the rows that the verdict kept: exactly what one-row steps would have left."""
-    ops.kda_commit(hidden.staged, state.conv, state.recurrent, verdict.count)
+    ops.kda_commit(hidden.staged, state.conv, state.recurrent, verdict.count, lazy=True)
     if drafter:
         drafter.absorb(ops, weights, state, hidden, verdict.following, window.positions, window.rows)
         drafter.settle(state, verdict.count)

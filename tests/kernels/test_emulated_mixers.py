@@ -35,6 +35,13 @@ def test_kda_window_and_commit(place: Place, heads: int, rows: int) -> None:
     checks.check_kda_window(place, heads, rows)
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_kda_keeps_a_steps_only_row(device: EmulatedDevice, place: Place, heads: int) -> None:
+    checks.check_kda_keeps_one_row(place, heads)
+    assert device.launched[-1] == "kda_commit_layers"  # without limits
+    assert "kda_follow_layers" in device.launched
+
+
 def test_kda_bits_at_any_width(place: Place) -> None:
     checks.check_kda_bits(place, 1, (3, 16))
     checks.check_kda_bits(place, 4, (7, 16))

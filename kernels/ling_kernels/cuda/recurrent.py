@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ling_kernels.cuda.dense import Gated
-from ling_kernels.cuda.driver import Device
-from ling_kernels.ops import ROW_TILE, KdaParams, KdaStaged, KernelError
+from ling_kernels.cuda.driver import Argument, Device
+from ling_kernels.ops import ROW_TILE, KdaParams, KdaStaged, KernelError, Limits
 
 HEAD, SLICES, THREADS, RECORD = 128, 8, 256, 516  # as in kda.cuh
 COMMIT_PARTS = 4  # blocks that share a head in a commit
 TILE, TILE_THREADS, WALKERS = 16, 512, 128  # as in kda_prefill.cuh
 SCAN_BYTES = 3 * (16 + 1) * (3 * HEAD + 16 + 4) * 4
+NO_WORDS = [None, None, None, None, 0, 0, None, None, None, None, None]  # of a commit that moves none
 # Rows whose inputs a prefill keeps at a time: 2,064 bytes for each row and head.
 PREFILL_ROWS = 2048
 
 
+class Uncommitted(NamedTuple):
+    """A commit that is left to `advance`: by what count, and the launch without the words that `advance` moves."""
+
+    count: Tensor
+    name: str
+    blocks: int
+    args: list[Argument]
+
+
 class RecurrentOps:
-    """Contracts in `ling_kernels.ops.Ops`. A head's norm is left to the projection that follows (`Gated`)."""
+    """Contracts in `ling_kernels.ops.Ops`. A head's norm is left to the projection that follows (`Gated`), a commit to
+    `advance`. keep_one_row, for measurements: a step's only row advances the state in kda_verify."""
 
     device: Device
     gated: Gated | None
+    uncommitted: Uncommitted | None = None
+    keep_one_row = True
 
     def kda_verify(
-        self, proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: int
+        self, proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: int, limits: Limits | None = None
     ) -> tuple[Tensor, KdaStaged]:
         heads = _check(proj, params)
         if not 1 <= rows <= ROW_TILE:
@@ -33,10 +48,12 @@ class RecurrentOps:
         out = proj.new_empty(proj.shape[0], heads * HEAD)
         sums = torch.empty(ROW_TILE, heads, SLICES, dtype=torch.float32, device=proj.device)
         inputs = [proj, conv, state, params.conv, params.a_log, params.dt_bias, params.o_norm]
-        args = [out, sums, *staged, *inputs, heads, rows, float(params.lower_bound)]
+        advances = limits is not None and rows == 1 and self.keep_one_row
+        words = [limits.remaining, limits.done] if advances else [None, None]
+        args = [out, sums, staged.states, staged.inputs, *inputs, heads, rows, float(params.lower_bound), *words]
         self.device.launch(_named("kda_verify_sums", proj), heads * SLICES, THREADS, args)
         self.gated = Gated(out, sums, params.eps)
-        return out, KdaStaged(staged.states, staged.inputs[:rows])
+        return out, KdaStaged(staged.states, staged.inputs[:rows], advances)
 
     def _staging(self, state: Tensor, heads: int) -> KdaStaged:
         """Where a layer stages its window: its part of one buffer for all layers of the state that it is a part of, so
@@ -56,7 +73,9 @@ class RecurrentOps:
         records, raw = kept[key]
         return KdaStaged(records[index], raw[index])
 
-    def kda_commit(self, staged: list[KdaStaged], conv: Tensor, state: Tensor, count: Tensor) -> None:
+    def kda_commit(
+        self, staged: list[KdaStaged], conv: Tensor, state: Tensor, count: Tensor, lazy: bool = False
+    ) -> None:
         if not staged:
             return
         layers, heads = state.shape[:2]
@@ -64,8 +83,24 @@ class RecurrentOps:
         if len(staged) != layers or last.storage_offset() - first.storage_offset() != (layers - 1) * first.numel():
             raise KernelError(f"commit needs the staged windows of all {layers} layers, in order")
         raw = staged[0].inputs  # as many rows as the window had
-        args = [first, raw, conv, state, count, heads, raw.shape[0]]
-        self.device.launch("kda_commit_layers", (COMMIT_PARTS, heads, layers), THREADS, args)
+        if staged[0].advanced:
+            blocks = -(-layers * 3 * heads * HEAD // (4 * THREADS))
+            left = Uncommitted(count, "kda_follow_layers", blocks, [raw, conv, heads, layers])
+        else:
+            args = [first, raw, conv, state, heads, layers, raw.shape[0]]
+            left = Uncommitted(count, "kda_commit_layers", COMMIT_PARTS * heads * layers, args)
+        if lazy:
+            self.uncommitted = left
+        else:
+            self.device.launch(left.name, left.blocks, THREADS, [*left.args, count, *NO_WORDS])
+
+    def _commit_and_advance(self, count: Tensor, words: list[Argument]) -> bool:
+        """The commit by this count that was left to `advance`, in one launch with its words: whether there was one."""
+        left, self.uncommitted = self.uncommitted, None
+        if left is None or left.count is not count:
+            return False
+        self.device.launch(left.name, left.blocks + 1, THREADS, [*left.args, *words])
+        return True
 
     def kda_prefill(self, proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams) -> Tensor:
         heads = _check(proj, params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 BLOCKS, THREADS, OWN_SPANS = 64, 256, 512  # as in sample.cuh
 BINS, CHOOSERS, MAX_LISTED, CUT_WORDS = 2048, 512, 2048, 5  # as in choose.cuh
 MAX_A_BLOCK = 4095  # as in sample.cu
+ADVANCERS = 64  # as in verdict.cuh
 
 
 class Scratch(NamedTuple):
@@ -29,11 +31,14 @@ class Scratch(NamedTuple):
 
 
 class SampleOps:
-    """Contracts in `ling_kernels.ops.Ops`. listed: values that may be unsure before a slower way is taken."""
+    """Contracts in `ling_kernels.ops.Ops`. listed: values that may be unsure before a slower way is taken. rehearse,
+    for measurements: a greedy verdict goes through its instructions before it waits."""
 
     device: Device
     candidates: Candidates | None
+    _commit_and_advance: Callable[[Tensor, list[Argument]], bool]
     listed = MAX_LISTED
+    rehearse = True
     _scratch: Scratch | None = None
 
     def verdict(
@@ -61,13 +66,15 @@ class SampleOps:
             drawn, bad, *_ = self.draw(logits, positions, sampling, rows)
             name, args = "sample_verdict", [drawn, bad]
         args += [drafts, limits.remaining, limits.stop_ids, limits.done, limits.step]
-        self.device.launch(name, 1, ROW_TILE * 32, [*args, tokens, count, anchor, done, entry, rows])
+        args += [tokens, count, anchor, done, entry, rows, *([int(self.rehearse)] if known else [])]
+        self.device.launch(name, 1, ROW_TILE * 32, args)
         return Verdict(tokens, count, anchor, done, entry)
 
     def advance(self, verdict: Verdict, ring: Tensor, positions: Tensor, anchor: Tensor, limits: Limits) -> None:
         words = [positions, anchor, limits.remaining, limits.done, limits.step]
         args = [verdict.count, verdict.anchor, verdict.done, verdict.entry, ring, *ring.shape, *words]
-        self.device.launch("sample_advance", 1, 64, args)
+        if not self._commit_and_advance(verdict.count, args):
+            self.device.launch("sample_advance", 1, ADVANCERS, args)
 
     def expect(self, proposal: Proposal, drafts: Tensor, ring: Tensor, step: Tensor) -> None:
         count = proposal.drafts.shape[0]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ling_kernels.ops import KdaParams, KdaStaged
+from ling_kernels.ops import KdaParams, KdaStaged, Limits
 from ling_kernels.reference.dense import rms_norm
 
 # With decays of at least -5 a tile of 16 reaches exp(80), inside fp32's exp(88): the reason for the lower bound.
@@ -58,7 +58,9 @@ def _gated(o: Tensor, z: Tensor, params: KdaParams, dtype: torch.dtype) -> Tenso
     return (o.flatten(1) * torch.sigmoid(z)).to(dtype)
 
 
-def verify(proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: int) -> tuple[Tensor, KdaStaged]:
+def verify(
+    proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: int, limits: Limits | None = None
+) -> tuple[Tensor, KdaStaged]:
     raw = torch.cat([conv, proj[:, : conv.shape[1]]])
     x = _prepare(proj, raw, params)
     decay = x.g.exp()
@@ -76,11 +78,11 @@ def verify(proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: i
     return _gated(o, x.z, params, proj.dtype), KdaStaged(states, raw)
 
 
-def commit(staged: list[KdaStaged], conv: Tensor, state: Tensor, count: Tensor) -> None:
+def commit(staged: list[KdaStaged], conv: Tensor, state: Tensor, count: Tensor, lazy: bool = False) -> None:
     window = count + torch.arange(3, device=count.device)
-    for layer, (states, raw) in enumerate(staged):
-        state[layer] = states.index_select(0, count.view(1))[0]
-        conv[layer] = raw.index_select(0, window)
+    for layer, kept in enumerate(staged):
+        state[layer] = kept.states.index_select(0, count.view(1))[0]
+        conv[layer] = kept.inputs.index_select(0, window)
 
 
 def prefill(proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams) -> Tensor:

@@ -236,6 +236,7 @@ inline void store16(void* to, const uint4& v) {
 inline float load_settled(const float* from) { return *from; }
 inline i64 load_settled(const i64* from) { return *from; }
 inline u32 load_settled(const u32* from) { return *from; }
+inline u8 load_settled(const u8* from) { return *from; }
 inline bf16 load_settled(const bf16* from) { return *from; }
 inline uint2 load_settled(const uint2* from) {
   if (uintptr_t(from) & 7) emulator::fail("an 8-byte load is not aligned");
@@ -248,6 +249,9 @@ inline float4 load_settled(const float4* from) {
 inline uint2 load_activations4(const bf16* from) { return load_settled(reinterpret_cast<const uint2*>(from)); }
 inline bf16 load_activation(const bf16* from) { return *from; }
 inline u32 load_activation(const u32* from) { return *from; }
+inline int load_activation(const int* from) { return *from; }
+inline i64 load_activation(const i64* from) { return *from; }
+inline u8 load_activation(const u8* from) { return *from; }
 inline float load_activation(const float* from) { return *from; }
 inline u32 load_changing(const u32* from) { return *from; }
 inline uint4 load_changing16(const void* from) { return load_weights(from, true); }

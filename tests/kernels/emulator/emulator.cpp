@@ -30,7 +30,7 @@ enum Order : u32 { IN_TURN, BACKWARDS, WARP_BY_WARP };
 struct Region {
   u8* base;
   size_t bytes;
-  int constant;  // weights and tables: readable at any time, never written
+  int constant;  // 1: weights and tables, readable at any time, never written; 2: settled, and written after the wait
 };
 
 struct Copy {
@@ -81,7 +81,8 @@ static void on_fault(int, siginfo_t*, void*) {
 static void protect(u32 open) {
   opened = open;
   for (int r = 0; r < num_regions; ++r) {
-    const int rights = regions[r].constant ? PROT_READ : open ? PROT_READ | PROT_WRITE : PROT_NONE;
+    const int early = regions[r].constant ? PROT_READ : PROT_NONE;
+    const int rights = open && regions[r].constant != 1 ? PROT_READ | PROT_WRITE : early;
     u8* page = reinterpret_cast<u8*>(uintptr_t(regions[r].base) / PAGE * PAGE);
     mprotect(page, size_t(regions[r].base + regions[r].bytes - page), rights);
   }

@@ -108,6 +108,19 @@ __device__ __forceinline__ u32 load_activation(const u32* from) {
   return v;
 }
 
+__device__ __forceinline__ i64 load_activation(const i64* from) {
+  i64 v;
+  asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ u8 load_activation(const u8* from) {
+  u16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(from));
+  return u8(v);
+}
+__device__ __forceinline__ int load_activation(const int* from) {
+  return int(load_activation(reinterpret_cast<const u32*>(from)));
+}
 __device__ __forceinline__ float load_activation(const float* from) {
   float v;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(from));
@@ -259,6 +272,11 @@ __device__ __forceinline__ bf16 load_settled(const bf16* from) {
   bf16 v;
   asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(from));
   return v;
+}
+__device__ __forceinline__ u8 load_settled(const u8* from) {
+  u16 v;
+  asm volatile("ld.global.cg.u8 %0, [%1];" : "=h"(v) : "l"(from));
+  return u8(v);
 }
 __device__ __forceinline__ uint2 load_settled(const uint2* from) {
   uint2 v;

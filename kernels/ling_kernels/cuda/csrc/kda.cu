@@ -2,27 +2,46 @@
 // not 8-byte aligned.
 #include "kda_prefill.cuh"
 #include "kda_window.cuh"
+#include "verdict.cuh"
 
 // grid: 8 H blocks. Output without its norm, and sums of squares. At most 128 registers, so that a block finds room early.
 #define KDA_VERIFY(name, even)                                                                                     \
   extern "C" __global__ void __launch_bounds__(KDA_THREADS, 2)                                                       \
       name(bf16* out, float* sums, float* records, bf16* raw, const bf16* proj, const bf16* history,               \
-           const float* state, const bf16* conv, const float* a_log, const float* dt_bias, const bf16* o_norm,     \
-           int heads, int rows, float lower_bound) {                                                               \
+           float* state, const bf16* conv, const float* a_log, const float* dt_bias, const bf16* o_norm,           \
+           int heads, int rows, float lower_bound, const i64* remaining, const u8* done) {                         \
     __shared__ KdaVerifyShared shared;                                                                             \
     const KdaVerify job{{proj, history, heads, lower_bound}, state, conv, a_log, dt_bias, o_norm, out, sums,       \
-                        records, raw, rows};                                                                       \
+                        records, raw, rows, remaining, done};                                                      \
     kda_verify<even>(job, blockIdx.x / KDA_SLICES, blockIdx.x % KDA_SLICES, shared);                               \
   }
 KDA_VERIFY(kda_verify_sums, true)
 KDA_VERIFY(kda_verify_sums_uneven, false)
 
-// grid: (4, H, layers). records, raw: of all layers, one after another.
-extern "C" __global__ void __launch_bounds__(KDA_THREADS)
-    kda_commit_layers(const float* records, const bf16* raw, bf16* history, float* state, const i64* count, int heads,
-                      int window) {
+// grid: layers * H * 4 blocks, and, where there is a `step`, one before them that moves the sequence's words (verdict.cuh).
+// records, raw: of all layers, one after another.
+extern "C" __global__ void __launch_bounds__(KDA_THREADS, 2)
+    kda_commit_layers(const float* records, const bf16* raw, bf16* history, float* state, int heads, int layers, int window,
+                      ADVANCE_ARGUMENTS) {
   __shared__ KdaCommitShared shared;
-  kda_commit({records, raw, history, state, count, heads, window}, blockIdx.z, blockIdx.y, blockIdx.x, shared);
+  const int block = blockIdx.x - (step != nullptr);
+  if (block >= 0) return kda_commit({records, raw, history, state, count, heads, window}, block, layers, shared);
+  wait_for_producer();
+  let_next_start();
+  advance(ADVANCE_JOB);
+}
+
+// The same where the states have advanced already: as many threads as four channels of each layer's history.
+extern "C" __global__ void __launch_bounds__(KDA_THREADS)
+    kda_follow_layers(const bf16* raw, bf16* history, int heads, int layers, ADVANCE_ARGUMENTS) {
+  const int block = blockIdx.x - (step != nullptr);
+  if (block >= 0) {
+    kda_follow({nullptr, raw, history, nullptr, count, heads, 1}, layers, block * KDA_THREADS + threadIdx.x);
+    return;
+  }
+  wait_for_producer();
+  let_next_start();
+  advance(ADVANCE_JOB);
 }
 
 // grid: (rows / 16 rounded up, H)

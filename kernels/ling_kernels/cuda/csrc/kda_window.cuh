@@ -11,7 +11,7 @@ struct KdaVerifyShared {
 
 struct KdaVerify {
   KdaSource source;
-  const float* state;    // [H, 128, 128]
+  float* state;          // [H, 128, 128]
   const bf16* conv;      // [3P, 4]
   const float* a_log;    // [H]
   const float* dt_bias;  // [P]
@@ -21,6 +21,8 @@ struct KdaVerify {
   float* records;        // [16, H, KDA_RECORD]: what commit replays
   bf16* raw;             // [16, 3P]: rows that commit puts into the conv history
   int rows;
+  const i64* remaining;  // of a step of one row, which it keeps unless the sequence has ended: then the state advances at
+  const u8* done;        // once, by the block that has it in registers. Else null
 };
 
 // What a thread makes of the window. A warp has four channels a lane of q or of k, in rows `place`, + 4, ..; and of the
@@ -172,6 +174,11 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
   if (walks) kda_load(state, job.state + kda_place(head, slice * KDA_SLICE));  // since the last commit
   KdaLoaded loaded;
   kda_load_history(loaded, source, own);
+  // Where they are not given the words are anything: a load on a condition is awaited at once. So is one that all threads
+  // share, to move it to a uniform register: threadIdx.y, 0, makes it each thread's own.
+  const bool keeps = job.remaining != nullptr;
+  const i64 remaining = load_settled((keeps ? job.remaining : reinterpret_cast<const i64*>(job.conv)) + threadIdx.y);
+  const u8 done = load_settled((keeps ? job.done : reinterpret_cast<const u8*>(job.conv)) + threadIdx.y);
   const KdaTaps taps = kda_taps(job.conv, own.part * inner + own.channels());
   const uint2 v_taps = load_settled(reinterpret_cast<const uint2*>(job.conv) + 2 * inner + own.value());
   const float4 bias = load_settled(reinterpret_cast<const float4*>(job.dt_bias + own.channels()));
@@ -223,6 +230,7 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
   __syncthreads();
   if (walks) {
     kda_walk<true>(state, rows, s.rows, s.o[0] + kda_column(), KDA_SLICE);
+    if (keeps && done == 0 && remaining > 0) kda_store(job.state + kda_place(head, slice * KDA_SLICE), state);
   } else {
     kda_stage<EVEN>(job, own, s);
   }
@@ -290,12 +298,12 @@ __device__ __forceinline__ void kda_move_history(const KdaCommit& job, int layer
   for (int i = 0; i < 3; i++) *reinterpret_cast<uint2*>(job.old(layer, i) + channel) = kept[i];
 }
 
-// Advance 32 columns of one head of one layer by the first *count staged rows. All that may be needed is asked for before
-// the count is known.
-__device__ __forceinline__ void kda_commit(const KdaCommit& job, int layer, int head, int quarter, KdaCommitShared& s) {
-  const int tid = threadIdx.x, first = quarter * KDA_COMMIT_COLUMNS;
-  const int units = gridDim.z * job.heads, block = (layer * job.heads + head) * KDA_COMMIT_PARTS + quarter;
-  if (block < units) kda_ask(job, block / job.heads, block % job.heads);
+// Block `block` of layers * H * 4: advance 32 columns of one head of one layer by the first *count staged rows. All that may
+// be needed is asked for before the count is known.
+__device__ __forceinline__ void kda_commit(const KdaCommit& job, int block, int layers, KdaCommitShared& s) {
+  const int quarter = block % KDA_COMMIT_PARTS, unit = block / KDA_COMMIT_PARTS, layer = unit / job.heads;
+  const int head = unit % job.heads, tid = threadIdx.x, first = quarter * KDA_COMMIT_COLUMNS;
+  if (block < layers * job.heads) kda_ask(job, block / job.heads, block % job.heads);
   wait_for_producer();
   let_next_start();
   const i64 committed = load_settled(job.count);
@@ -319,4 +327,24 @@ __device__ __forceinline__ void kda_commit(const KdaCommit& job, int layer, int 
   if (rows == 0) return;
   kda_walk<false>(state, rows, s.rows);
   kda_store(place, state);
+}
+
+// What is left of a commit where verify has advanced the state by its one row: the history moves by a row if *count says
+// so. All of it is settled, and read before the wait. at: of layers * 3P / 4 threads.
+__device__ __forceinline__ void kda_follow(const KdaCommit& job, int layers, int at) {
+  const int quarters = 3 * job.inner() / 4, layer = at / quarters, channel = at % quarters * 4;
+  const bool live = layer < layers;
+  uint2 kept[3];
+  bf16* to[3];
+#pragma unroll
+  for (int i = 0; i < 3; i++) {
+    to[i] = job.old(live ? layer : 0, i) + channel;
+    kept[i] = load_settled(reinterpret_cast<const uint2*>(job.followed(live ? layer : 0, i + 1) + channel));
+    settle_here(to[i]);
+  }
+  wait_for_producer();
+  let_next_start();
+  if (load_activation(job.count) == 0 || !live) return;
+#pragma unroll
+  for (int i = 0; i < 3; i++) *reinterpret_cast<uint2*>(to[i]) = kept[i];
 }

@@ -194,14 +194,14 @@ extern "C" __global__ void __launch_bounds__(CHOOSERS)
       i64 *count, i64 *anchor, u8 *done_out, i64 *entry, int rows
 
 // One block of ROW_TILE warps. drawn: each row's candidates.
-extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP)
+extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1)
     sample_verdict(const u64* drawn, const u32* bad, VERDICT_ARGUMENTS) {
   __shared__ VerdictShared s;
-  wait_for_producer();
-  let_next_start();
   const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const VerdictJob job{drafts, remaining, stop_ids, done, step, rows};
   const Words words = job.read();
+  wait_for_producer();
+  let_next_start();
   u64 best = 0;
   u32 any = 0;
   if (row < rows) {
@@ -212,74 +212,96 @@ extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP)
   decide(job, words, candidate_id(best), any != 0, {tokens, count, anchor, done_out, entry}, s);
 }
 
-// The same, greedy, from the best logits of the head's spans: values, ids [spans, ROW_TILE] of `size` rows each.
-extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP)
+// What a thread looks at: every `apart`-th of the `whole` spans of row `column`, from `first` on, and of the logits past
+// them, a row's tail, as many apart, from `begin` on. known: 1, or 0 in a rehearsal, where the pointers are to anything.
+struct Look {
+  const float *values, *tail;
+  const int* ids;
+  int column, first, begin, apart, whole, vocab, known;
+};
+struct Found {
+  u64 span, tail;
+  bool bad_span, bad_tail;
+};
+
+// SPANS of one and TAIL of the other are one trip to memory. Past the last comes the last once more.
+template <int SPANS, int TAIL>
+__device__ __forceinline__ Found look(Look at) {
+  Found found = {0, 0, false, false};
+  auto see = [](u64& best, bool& bad, float value, int id, bool there) {
+    const u64 c = there ? candidate(value, id) : 0;
+    best = c > best ? c : best, bad |= there && !is_finite(value);
+  };
+#pragma unroll 1
+  do {
+    float value[SPANS], rest[TAIL];
+    int id[SPANS];
+#pragma unroll
+    for (int j = 0; j < SPANS; j++) {
+      const int place = max(min(at.first + j * at.apart, at.whole - 1), 0) * ROW_TILE + at.column;
+      value[j] = load_activation(at.values + place * at.known), id[j] = load_activation(at.ids + place * at.known);
+    }
+#pragma unroll
+    for (int j = 0; j < TAIL; j++) {
+      rest[j] = load_activation(at.tail + min(at.begin + j * at.apart, at.vocab - 1) * at.known);
+    }
+#pragma unroll
+    for (int j = 0; j < SPANS; j++) see(found.span, found.bad_span, value[j], min(id[j], at.vocab - 1), at.whole > 0);
+#pragma unroll
+    for (int j = 0; j < TAIL; j++) see(found.tail, found.bad_tail, rest[j], min(at.begin + j * at.apart, at.vocab - 1), true);
+    at.first += SPANS * at.apart, at.begin += TAIL * at.apart;
+  } while (at.first < at.whole || at.begin < at.vocab);
+  return found;
+}
+
+// The same, greedy, from the best logits of the head's spans: values, ids [spans, ROW_TILE] of `size` rows each. rehearse:
+// what follows the wait is gone through once before it, for nothing. Its instructions have left the caches since the step
+// before, and would be fetched one line after the other when all wait for them.
+extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1)
     sample_verdict_best(const float* logits, int stride, int vocab, const float* values, const int* ids, int size,
-                        VERDICT_ARGUMENTS) {
+                        VERDICT_ARGUMENTS, int rehearse) {
   __shared__ VerdictShared s;
-  __shared__ u64 parts[WARP][ROW_TILE];
-  __shared__ u32 wrong[ROW_TILE];
-  constexpr int TOGETHER = 9;
-  wait_for_producer();
-  let_next_start();
+  __shared__ u64 parts[WARP][ROW_TILE + 1];
+  __shared__ u32 wrong[WARP][ROW_TILE + 1];
   const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP, whole = vocab / size;
   const VerdictJob job{drafts, remaining, stop_ids, done, step, rows};
   const Words words = job.read();
-  if (threadIdx.x < ROW_TILE) wrong[threadIdx.x] = 0;
-  // a thread looks at every 32nd span of one row, so that neighbours read neighbours
-  const int column = threadIdx.x % ROW_TILE, part = threadIdx.x / ROW_TILE;
-  u64 best = 0;
-  bool bad = false;
-  for (int first = part; first < whole && column < rows; first += TOGETHER * WARP) {
-    float value[TOGETHER];
-    int id[TOGETHER];
-#pragma unroll
-    for (int j = 0; j < TOGETHER; j++) {
-      const int at = min(first + j * WARP, whole - 1) * ROW_TILE + column;
-      value[j] = values[at];
-      id[j] = ids[at];
+#pragma unroll 1
+  for (int turn = rehearse != 0 ? 0 : 1; turn < 2; turn++) {
+    const float* anything = reinterpret_cast<const float*>(stop_ids);
+    Look at{anything, anything, reinterpret_cast<const int*>(stop_ids), 0, 0, whole * size, WARP, whole, vocab, turn};
+    if (turn > 0) {
+      wait_for_producer();
+      let_next_start();
+      at.values = values, at.tail = logits + i64(min(row, rows - 1)) * stride, at.ids = ids;
     }
-#pragma unroll
-    for (int j = 0; j < TOGETHER; j++) {
-      bad |= !is_finite(value[j]);
-      const u64 c = candidate(value[j], min(id[j], vocab - 1));
-      best = c > best ? c : best;
+    Found found;
+    if (rows == 1) {  // all threads look at row 0
+      at.first += threadIdx.x, at.begin += threadIdx.x, at.apart = ROW_TILE * WARP;
+      found = look<1, 1>(at);
+      found.span = warp_best(found.span > found.tail ? found.span : found.tail);
+      found.bad_span = __any_sync(ALL, found.bad_span || found.bad_tail);
+      if (lane == 0) parts[row][0] = found.span, wrong[row][0] = found.bad_span;
+    } else {  // a thread at one row's spans, so that neighbours read neighbours; a warp at its row's tail
+      at.column = threadIdx.x % ROW_TILE, at.first = threadIdx.x / ROW_TILE, at.begin += lane;
+      found = look<12, 16>(at);
+      parts[threadIdx.x / ROW_TILE][at.column] = found.span, wrong[threadIdx.x / ROW_TILE][at.column] = found.bad_span;
     }
+    __syncthreads();
+    const bool there = rows > 1 || lane < ROW_TILE;
+    u64 best = there ? parts[lane][row] : 0;
+    bool bad = there && wrong[lane][row] != 0;
+    if (rows > 1) best = found.tail > best ? found.tail : best, bad |= found.bad_tail;
+    best = warp_best(best), bad = __any_sync(ALL, bad);
+    decide(job, words, candidate_id(best), bad, {tokens, count, anchor, done_out, entry}, s, turn > 0);
+    if (turn == 0) __syncthreads();
   }
-  parts[part][column] = best;
-  __syncthreads();
-  if (bad) wrong[column] = 1;
-  best = parts[lane][row], bad = false;
-  if (row < rows) {
-    const float* tail = logits + i64(row) * stride;
-    each_logit(tail, whole * size, vocab, lane, WARP, [&](float x, int id) {
-      const u64 c = candidate(x, id);
-      best = c > best ? c : best;
-      bad |= !is_finite(x);
-    });
-  }
-  best = warp_best(best);
-  __syncthreads();
-  bad = __any_sync(ALL, bad) || wrong[row] != 0;
-  decide(job, words, candidate_id(best), bad, {tokens, count, anchor, done_out, entry}, s);
 }
 
-// One block. Moves a sequence's words past what was committed; ring [slots, width], positions [ROW_TILE].
-extern "C" __global__ void __launch_bounds__(64)
-    sample_advance(const i64* count, const i64* last, const u8* ended, const i64* entry, i64* ring, int slots,
-                   int width, i64* positions, i64* anchor, i64* remaining, u8* done, i64* step) {
+extern "C" __global__ void __launch_bounds__(ADVANCERS) sample_advance(ADVANCE_ARGUMENTS) {
   wait_for_producer();
   let_next_start();
-  const i64 number = *step, kept = *count;
-  __syncthreads();  // all have read the step before it moves on
-  i64* line = ring + number % slots * width;
-  for (int i = threadIdx.x; i < width; i += 64) line[i] = i < RING_HEADER + ROW_TILE ? entry[i] : 0;
-  if (threadIdx.x < ROW_TILE) positions[threadIdx.x] += kept;
-  if (threadIdx.x > 0) return;
-  *remaining -= kept;
-  if (kept > 0) *anchor = *last;
-  *done = *ended;
-  *step = number + 1;
+  advance(ADVANCE_JOB);
 }
 
 // One warp. Drafts to where the next window has them, and their confidences in millionths into the last step's line.

@@ -21,12 +21,8 @@ __device__ __forceinline__ float candidate_value(u64 c) { return from_ordered(ca
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
 __device__ __forceinline__ u64 warp_best(u64 x) {
-#pragma unroll
-  for (int step = 16; step > 0; step >>= 1) {
-    const u64 other = __shfl_xor_sync(ALL, x, step);
-    x = other > x ? other : x;
-  }
-  return x;
+  const u32 key = warp_max(u32(x >> 32));
+  return u64(key) << 32 | warp_max(u32(x >> 32) == key ? u32(x) : 0);
 }
 
 // Best of a block; every thread gets it. warps: one word a warp.
