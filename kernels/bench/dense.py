@@ -89,8 +89,8 @@ def time_mlp_and_norm(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]
 
 
 def time_experts(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]:
-    """Routing of random rows; the distinct experts are counted, so the bytes are what was read. The shared expert's gate
-    and up are made while the router selects."""
+    """Routing of random rows; the distinct experts are counted, so the bytes are what was read. The shared expert's
+    gate and up are made while the router selects."""
     width, inner = shape.hidden, shape.inner
     x = torch.randn(ROW_TILE, width, device="cuda").bfloat16()
     layers = [moe_params(shape) for _ in range(6)]

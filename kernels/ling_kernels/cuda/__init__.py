@@ -7,8 +7,8 @@ Conventions between the kernels' host sides:
   hold the sums of squares; `linear` applies the norm when it is given exactly that o.
 - `unnormed`: a lazy exchange_norm may leave one row's sum and norm to `linear` or `route` of exactly that h, whose
   kernel then writes h and the new x.
-- `Routing.begun`: values [slots, ROW_TILE, inner] between gate_up and down, of which whoever makes a plan makes the first
-  slot's, the shared expert's.
+- `Routing.begun`: values [slots, ROW_TILE, inner] between gate_up and down, of which whoever makes a plan makes the
+  first slot's, the shared expert's.
 - `unselected`: a lazy route may leave one row's selection to `experts` of exactly that routing, whose first kernel then
   writes experts, weights and plan.
 - `candidates`: head leaves (logits, values, ids, span), the best of every `span` vocabulary rows for each live row:
