@@ -89,15 +89,16 @@ def time_mlp_and_norm(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]
 
 
 def time_experts(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]:
-    """Routing of random rows; the distinct experts are counted, so the bytes are what was read."""
+    """Routing of random rows; the distinct experts are counted, so the bytes are what was read. The shared expert's
+    gate and up are made while the router selects."""
     width, inner = shape.hidden, shape.inner
     x = torch.randn(ROW_TILE, width, device="cuda").bfloat16()
     layers = [moe_params(shape) for _ in range(6)]
-    size = BF16 * shape.experts * width
-    yield Timing("route", rows, size, time_graph([_call(ops.route, x, p, rows) for p in layers]))
+    size = BF16 * (shape.experts * width + 2 * inner * width)
+    yield Timing("route, shared gate_up", rows, size, time_graph([_call(ops.route, x, p, rows) for p in layers]))
     routings = [ops.route(x, p, rows) for p in layers]
     slots = sum(int(r.plan[0]) for r in routings) / len(layers)
-    size = BF16 * (3 * slots * inner * width + 2 * rows * slots * inner + 2 * rows * width)
+    size = BF16 * ((3 * slots - 2) * inner * width + 2 * rows * slots * inner + 2 * rows * width)
     calls = [_call(ops.experts, x, r, p, rows) for r, p in zip(routings, layers, strict=True)]
     yield Timing(f"experts ({slots - 1:.0f} + shared)", rows, size, time_graph(calls))
 

@@ -8,6 +8,10 @@ Conventions between the kernels' host sides:
 - `unnormed`: a lazy exchange_norm may leave one row's sum and norm to `linear` or `route` of exactly that h, whose
   kernel then writes h and the new x.
 - `uncommitted`: a lazy kda_commit leaves its launch to `advance` of the verdict whose count it was given.
+- `Routing.begun`: values [slots, ROW_TILE, inner] between gate_up and down, of which whoever makes a plan makes the
+  first slot's, the shared expert's.
+- `unselected`: a lazy route may leave one row's selection to `experts` of exactly that routing, whose first kernel then
+  writes experts, weights and plan.
 - `candidates`: head leaves (logits, values, ids, span), the best of every `span` vocabulary rows for each live row:
   values [ranges, ROW_TILE] fp32 (NaN where a logit was not finite), ids [ranges, ROW_TILE] int32.
 """

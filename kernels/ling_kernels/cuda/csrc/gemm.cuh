@@ -338,7 +338,7 @@ __device__ __forceinline__ Rows gate_up_rows(const bf16* weight, int inner, int 
 
 // SiLU(gate) · up; with a limit the gate is cut after SiLU from above, up on both sides.
 __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
-  float activated = silu(gate);
+  float activated = __fdividef(gate, 1.0f + __expf(-gate));  // short: the machine waits for it, and it becomes bf16
   if (limit > 0.0f) {
     // comparisons, not fminf: a NaN has to reach the verdict
     activated = activated > limit ? limit : activated;

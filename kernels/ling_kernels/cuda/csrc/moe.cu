@@ -75,7 +75,7 @@ struct StoreExpert {
 };
 
 // What the blocks of one row's gate_up know of its choice, in shared memory: the chosen experts in ascending order and
-// their weights. One warp chooses, and not the first of all blocks: those of one multiprocessor lie on the same scheduler.
+// their weights. One warp chooses: not the first of each block, for those of one multiprocessor share a scheduler.
 struct OneRow {
   int places[MAX_CHOSEN], ids[MAX_CHOSEN];
   float weights[MAX_CHOSEN];
@@ -93,7 +93,6 @@ struct Selected {
 struct Choice {
   Router router;
   Logits logits;
-  const float* bias;
   OneRow* at;
   Share<1> share;
   bool mine;
@@ -102,7 +101,7 @@ struct Choice {
   __device__ __forceinline__ Choice(const Router& router, const Logits& logits, const float* bias, OneRow* at)
       : router(router), logits(logits), at(at), share(router, bias) {
     const int warps = blockDim.x / WARP, slot = warp_slot();
-    if (threadIdx.x == 0) at->chooser = (slot / warps - slot & 3) % warps;
+    if (threadIdx.x == 0) at->chooser = ((slot / warps - slot) & 3) % warps;
     __syncthreads();
     mine = int(threadIdx.x) / WARP == at->chooser;
   }
@@ -122,14 +121,14 @@ struct Choice {
     if (lane < router.chosen) at->weights[below] = weight;
     if (blockIdx.x > 0) return;
     if (lane < router.chosen) {
-      to.plan[PLAN_IDS + 1 + below] = u32(expert), to.plan[PLAN_MASKS + 1 + below] = 1;
-      to.plan[PLAN_WEIGHTS + (1 + below) * ROW_TILE] = __float_as_uint(weight);
+      store_volatile(to.plan + PLAN_IDS + 1 + below, u32(expert));
+      to.plan[PLAN_MASKS + 1 + below] = 1, to.plan[PLAN_WEIGHTS + (1 + below) * ROW_TILE] = __float_as_uint(weight);
       to.experts[lane] = expert, to.weights[lane] = weight;
     } else if (lane < MAX_CHOSEN) {
-      to.plan[PLAN_IDS + 1 + lane] = 0;
+      store_volatile(to.plan + PLAN_IDS + 1 + lane, 0);
     }
     begin_plan(to.plan, 1, 0);
-    if (lane == WARP - 1) to.plan[0] = u32(router.chosen + 1);
+    if (lane == WARP - 1) store_volatile(to.plan, u32(router.chosen + 1));
   }
 };
 
