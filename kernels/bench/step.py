@@ -138,12 +138,13 @@ def main() -> None:
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--late-norm", action="store_true", help="exchange_norm waits before it lets the next one in")
+    parser.add_argument("--late-linear", action="store_true", help="so does MLA's first projection with its norm")
     parser.add_argument("--norm-in-router", action="store_true", help="one row: no exchange_norm before the router")
     parser.add_argument("--norm-in-linear", action="store_true", help="nor before the first projection of MLA")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
-    ops.early_norm = not args.late_norm
+    ops.early_norm, ops.early_linear = not args.late_norm, not args.late_linear
     ops.norm_in_router, ops.norm_in_linear = args.norm_in_router, args.norm_in_linear
     config = dummy.shard_of(dummy.MODELS[args.model], args.shard)
     if args.layers:

@@ -65,10 +65,10 @@ class Candidates(NamedTuple):
 class DenseOps:
     """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16; prefetch: ask
     for the shared expert's weights while the router selects; norm_in_router, norm_in_linear: at one row the router's
-    kernel, or that of a short projection, does the exchange_norm before it. early_norm, for measurements, without
-    effect on any bit: exchange_norm lets the next kernel start before it waits itself."""
+    kernel, or that of a short projection, does the exchange_norm before it. early_norm, early_linear, for measurements,
+    without effect on any bit: exchange_norm, or a projection that norms, lets the next kernel start before it waits."""
 
-    early_norm = True
+    early_norm, early_linear = True, True
 
     def __init__(
         self,
@@ -140,7 +140,8 @@ class DenseOps:
             self._stream("linear", tiles, width, rows, [h, weight, out, rows, n, width])
         else:
             bytes_needed = sums_bytes(warps, rows) + row_bytes(width)
-            self.device.launch("linear_normed", tiles, warps * 32, [*norm, weight, out, n], bytes_needed)
+            args = [*norm, weight, out, n, int(self.early_linear)]
+            self.device.launch("linear_normed", tiles, warps * 32, args, bytes_needed)
         return out
 
     def linear_partial(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:

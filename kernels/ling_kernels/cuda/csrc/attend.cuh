@@ -646,5 +646,5 @@ __device__ __forceinline__ void attend_merge(const MergePlaces<COLUMNS>& from, b
   float low = 0.0f, high = 0.0f;
 #pragma unroll
   for (int r = 0; r < MERGE_RUNS; r++) low += s.parts[r][2 * tid], high += s.parts[r][2 * tid + 1];
-  *reinterpret_cast<u32*>(out + 2 * tid) = pack_bf16(low / total, high / total);
+  *reinterpret_cast<u32*>(out + 2 * tid) = pack_bf16(__fdividef(low, total), __fdividef(high, total));
 }
