@@ -288,6 +288,7 @@ inline u32 warp_min(u32 x) {
 
 inline float infinity() { return INFINITY; }
 inline float not_a_number() { return NAN; }
+inline float exp2_or_zero(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 inline float silu(float x) { return x / (1.0f + std::exp(-x)); }
 inline u32 ordered(float x) {

@@ -195,6 +195,12 @@ __device__ __forceinline__ u32 warp_min(u32 x) { return __reduce_min_sync(ALL, x
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
 
+// 2 to the power of x, without the steps that results below 2^-126 need: they are 0.
+__device__ __forceinline__ float exp2_or_zero(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
