@@ -156,6 +156,7 @@ struct MlaCacheRow {
   __device__ void write(const bf16* latent, bf16* to, float eps) const {
     const int lane = threadIdx.x % WARP;
     const bf16* from = latent + 2 * lane;
+    settle_here(from);  // one address for all
     bf16 x[EACH][2], key[2];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
