@@ -82,7 +82,9 @@ def with_form(device: EmulatedDevice, form: Form) -> CudaOps:
 
 # as many heads and rows as bring each number of tiles that the form has
 @pytest.mark.parametrize(
-    ("form", "heads", "widths"), [(LARGE, 8, (3, 8, 14)), (SMALL, 2, (3, 8, 14))], ids=["large", "small"]
+    ("form", "heads", "widths"),
+    [(LARGE, 8, (3, 8, 14)), (LARGE, 16, (5, 9)), (SMALL, 2, (3, 8, 14))],
+    ids=["large", "large, 16 heads", "small"],
 )
 def test_mla_bits_at_any_width(device: EmulatedDevice, form: Form, heads: int, widths: tuple[int, ...]) -> None:
     checks.check_mla_bits(Place(with_form(device, form), "cpu", device.constant), heads, 123, widths)

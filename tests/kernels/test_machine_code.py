@@ -131,3 +131,16 @@ def test_a_merge_asks_for_all_splits_at_once(mla: dict[str, list[str]]) -> None:
         first = next(i for i, line in enumerate(code) if "SHFL" in line)
         assert len(wide) == 9
         assert wide[-1] < first
+
+
+def test_attention_of_one_tile_asks_for_all_queries_before_a_barrier(mla: dict[str, list[str]]) -> None:
+    """Right after the wait: the keys are there already. And what it leaves is stored 16 bytes at a time."""
+    for name in ("mla_attend_64_1", "mla_attend_128_1"):
+        code = mla[name]
+        wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+        barrier = next(i for i, line in enumerate(code) if i > wait and "BAR.SYNC" in line)
+        queries = [i for i in range(wait, barrier) if re.search(r"LDG\.\S*128", code[i])]
+        assert len(queries) == 36
+        assert not any("HMMA" in line for line in code[:barrier])
+        assert queries[-1] - wait < 80
+        assert sum(bool(re.search(r"STG\.\S*128", line)) for line in code) == 4

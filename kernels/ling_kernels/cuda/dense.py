@@ -73,11 +73,11 @@ class Candidates(NamedTuple):
 class DenseOps:
     """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16.
     For measurements, without effect on any bit: early_norm, exchange_norm lets the next kernel start before it waits
-    itself; norm_in_next, at one row the router's kernel, or that of a short projection, does the exchange_norm before
+    itself, early_linear, so does a projection that norms; norm_in_next, at one row the router's kernel, or that of a short projection, does the exchange_norm before
     it; select_in_next, at one row gate_up's kernel selects its experts, where it can; ask_for_down, the shared expert's
     down weights are asked for while the router selects."""
 
-    early_norm = True
+    early_norm, early_linear = True, True
     norm_in_next = True
     select_in_next = False
     ask_for_down = True
@@ -144,7 +144,8 @@ class DenseOps:
             self._stream("linear", tiles, width, rows, [h, weight, out, rows, n, width])
         else:
             bytes_needed = sums_bytes(warps, rows) + row_bytes(width)
-            self.device.launch("linear_normed", tiles, warps * 32, [*norm, weight, out, n], bytes_needed)
+            args = [*norm, weight, out, n, int(self.early_linear)]
+            self.device.launch("linear_normed", tiles, warps * 32, args, bytes_needed)
         return out
 
     def linear_partial(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:

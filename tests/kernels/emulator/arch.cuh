@@ -300,7 +300,7 @@ inline u32 warp_min(u32 x) {
 
 inline float infinity() { return INFINITY; }
 inline float not_a_number() { return NAN; }
-inline float quick_exp2(float x) { return std::exp2(x); }
+inline float quick_exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 inline float quick_reciprocal(float x) { return 1.0f / x; }
 inline float quick_rsqrt(float x) { return 1.0f / std::sqrt(x); }
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }

@@ -214,7 +214,7 @@ struct AttendSoftmax {
   __device__ int row(int i) const { return begin + 8 * i; }
   __device__ bool lives(int i) const { return TILES == 1 || i < live; }
 
-  // Scores of keys that are not seen become -inf, the others are scaled; each slot's maximum. first: of the chunk's keys.
+  // Scores of keys that are not seen become -inf; each slot's maximum, scaled. first: of the chunk's keys.
   __device__ __forceinline__ void tops(Scores& c, int first, float scale) {
     const int t = threadIdx.x % 4;
     float top[ROWS];
@@ -227,7 +227,7 @@ struct AttendSoftmax {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float& x = c[i / 2][n][2 * (i % 2) + e];
-          x = key + 8 * n + e < seen ? x * scale : -infinity();
+          x = key + 8 * n + e < seen ? x : -infinity();
           top[i] = fmaxf(top[i], x);
         }
       }
@@ -235,10 +235,10 @@ struct AttendSoftmax {
     over_lanes(top);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      if (t < WIDE && lives(i)) s.slot_top[slot + t][row(i)] = top[i];
+      if (t < WIDE && lives(i)) s.slot_top[slot + t][row(i)] = top[i] * scale;
     }
   }
-  __device__ __forceinline__ void weights(Scores& c) {
+  __device__ __forceinline__ void weights(const Scores& c, float scale) {
     const int t = threadIdx.x % 4;
     float top[ROWS];  // again in each warp, which then needs no other barrier
 #pragma unroll
@@ -252,13 +252,14 @@ struct AttendSoftmax {
     float sum[ROWS][WIDE];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      const float minus = top[i] == -infinity() ? 0.0f : top[i];
+      const float by = top[i] == -infinity() ? 0.0f : -top[i];
 #pragma unroll
       for (int w = 0; w < WIDE; w++) {
         sum[i][w] = 0.0f;
 #pragma unroll
         for (int n = w * SLOT / 8; n < (w + 1) * SLOT / 8; n++) {
-          const float low = exp2f(c[i / 2][n][2 * (i % 2)] - minus), high = exp2f(c[i / 2][n][2 * (i % 2) + 1] - minus);
+          const float low = quick_exp2(fmaf(c[i / 2][n][2 * (i % 2)], scale, by));
+          const float high = quick_exp2(fmaf(c[i / 2][n][2 * (i % 2) + 1], scale, by));
           sum[i][w] += low + high;
           if (lives(i)) *reinterpret_cast<u32*>(s.weights(row(i)) + key + 8 * n) = pack_bf16(low, high);
         }
@@ -348,20 +349,20 @@ template <int COUNT, bool ahead, int KEYS, int TILES>
 __device__ __forceinline__ void attend_mix(float (&acc)[TILES][8][4], int keys, AttendShared<KEYS, TILES>& s) {
   const int lane = threadIdx.x % WARP, matrix = lane / 8;
   const bf16* weights = s.weights(8 * (matrix & 1) + lane % 8) + 8 * (matrix >> 1);
-  u32 v[2][4][4];
-  if (ahead) attend_values<KEYS, TILES>(v[0], 0, s);
+  u32 v[2][4][4], a[2][4];
+  if (ahead) load_matrices(a[0], weights), attend_values<KEYS, TILES>(v[0], 0, s);
 #pragma unroll(ahead ? KEYS / 16 : 1)
   for (int step = 0; step < KEYS / 16; step++) {
     const int k = 16 * step, set = ahead ? step % 2 : 0;
     if (k >= keys) break;
-    u32 a[2][4];
-    load_matrices(a[0], weights + k);
-    if (!ahead) attend_values<KEYS, TILES>(v[0], k, s);
+    if (!ahead) load_matrices(a[0], weights + k), attend_values<KEYS, TILES>(v[0], k, s);
     if (ahead && k + 16 < KEYS) attend_values<KEYS, TILES>(v[(step + 1) % 2], k + 16, s);
 #pragma unroll
     for (int m = 0; m < COUNT; m++) {
-      if (m + 1 < COUNT) load_matrices(a[(m + 1) % 2], weights + 16 * (m + 1) * (KEYS + 8) + k);
-      attend_add(acc[m], a[m % 2], v[set]);
+      const int now = ahead ? step * COUNT + m : m;  // of all that are multiplied
+      if (m + 1 < COUNT) load_matrices(a[(now + 1) % 2], weights + 16 * (m + 1) * (KEYS + 8) + k);
+      if (ahead && m + 1 == COUNT && k + 16 < KEYS) load_matrices(a[(now + 1) % 2], weights + k + 16);
+      attend_add(acc[m], a[now % 2], v[set]);
     }
   }
 }
@@ -448,7 +449,6 @@ __device__ __forceinline__ void attend_chunk(float (&acc)[TILES][8][4], const At
   AttendScores<KEYS, TILES> c = {};
   AttendSoftmax<KEYS, TILES> softmax(own, s);
   if constexpr (TILES == 1) {
-    AttendValues<KEYS> values;
     if (own.count) {  // both ways meet the same three barriers
       uint4 q[ATTEND_STEPS];
 #pragma unroll
@@ -459,16 +459,16 @@ __device__ __forceinline__ void attend_chunk(float (&acc)[TILES][8][4], const At
       attend_scores<KEYS, again ? 2 : 3>(c, q, s);
       softmax.tops(c, first, scale);
       __syncthreads();
-      softmax.weights(c);
+      softmax.weights(c, scale);
       __syncthreads();
-      values.load(s);
       attend_rescale<again>(acc, s);
-      values.mix(acc[0], keys, s);
+      attend_mix<1, true>(acc, keys, s);
     } else {
       const int row = tid - AttendShared<KEYS, TILES>::SCORERS * WARP;  // that this thread keeps
       if (!early) attend_fetch_keys(job, first, end, s);
       copies_wait<0>();
       __syncthreads();
+      AttendValues<KEYS> values;
       values.load(s);
       __syncthreads();
       const float top = softmax.keep_top(row);
@@ -497,7 +497,7 @@ __device__ __forceinline__ void attend_chunk(float (&acc)[TILES][8][4], const At
     softmax.tops(c, first, scale);
     __syncthreads();
     const float top = softmax.keep_top(tid);
-    softmax.weights(c);
+    softmax.weights(c, scale);
     __syncthreads();
     softmax.keep_sum(tid, top);
     attend_rescale<again>(acc, s);
@@ -646,5 +646,5 @@ __device__ __forceinline__ void attend_merge(const MergePlaces<COLUMNS>& from, b
   float low = 0.0f, high = 0.0f;
 #pragma unroll
   for (int r = 0; r < MERGE_RUNS; r++) low += s.parts[r][2 * tid], high += s.parts[r][2 * tid + 1];
-  *reinterpret_cast<u32*>(out + 2 * tid) = pack_bf16(low / total, high / total);
+  *reinterpret_cast<u32*>(out + 2 * tid) = pack_bf16(__fdividef(low, total), __fdividef(high, total));
 }

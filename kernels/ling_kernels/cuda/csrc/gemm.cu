@@ -139,9 +139,10 @@ LINEAR(linear_16, 2)
 // the sums the row, k + 8 values.
 extern "C" __global__ void __launch_bounds__(512, 1) linear_normed(
     const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int k, float eps,
-    const bf16* w, bf16* out, int n) {
+    const bf16* w, bf16* out, int n, int early) {
   DYNAMIC_SHARED(shared);
   __shared__ __align__(16) float warps[WARP];
+  if (early) let_next_start_early();  // MLA's queries wait for their weights longer than for this kernel
   bf16* row = reinterpret_cast<bf16*>(sums_of<1>(reinterpret_cast<float*>(shared), 2));
   const RowToNorm made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};
   StoreRows<1> store = {out, n, 1};

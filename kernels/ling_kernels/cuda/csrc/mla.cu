@@ -2,8 +2,9 @@
 #include "mla.cuh"
 
 // grid: H * MLA_SLICES. query: rows of the projection (of `stride`), low-rank if there is a q_b; latent: where their
-// latent‖key start; w_uk: heads lie head_stride apart; fragments: queries for attention by blocks of one tile. As few blocks as have the weights on time: attention takes whole
-// multiprocessors, and should find them free long before it has queries.
+// latent‖key start; w_uk: heads lie head_stride apart; fragments: queries for attention by blocks of one tile. As few
+// blocks as have the weights on time: attention takes whole multiprocessors, and should find them free long before it has
+// queries.
 extern "C" __global__ void __launch_bounds__(QUERY_THREADS, 1)
     mla_query(bf16* q, bf16* cache, const bf16* query, const bf16* latent, int stride, const bf16* q_norm,
               const bf16* q_b, int rank, const bf16* w_uk, i64 head_stride, const bf16* kv_norm, const float* rope,
@@ -37,7 +38,7 @@ MLA_ATTEND(128, 5)
 MLA_ATTEND(64, 1)  // where a block may have 99 KB of shared memory
 
 // grid: (H, rows, latent columns / MERGE_COLUMNS)
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS<MERGE_COLUMNS>, 1)
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS<MERGE_COLUMNS>, 3)
     mla_merge(bf16* latent, const bf16* partial, const float* stats, const i64* positions, int heads) {
   __shared__ MergeShared<MERGE_COLUMNS> shared;
   const int query = blockIdx.y * heads + blockIdx.x, limit = int(load_settled(positions)) + int(blockIdx.y) + 1;

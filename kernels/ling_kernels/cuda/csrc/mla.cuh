@@ -156,6 +156,7 @@ struct MlaCacheRow {
   __device__ void write(const bf16* latent, bf16* to, float eps) const {
     const int lane = threadIdx.x % WARP;
     const bf16* from = latent + 2 * lane;
+    settle_here(from);  // one address for all
     bf16 x[EACH][2], key[2];
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -207,7 +208,8 @@ __device__ __forceinline__ void mla_absorb(const MlaSource& source, const MlaEnt
   }
   copies_commit();
   float cosine[TURNS], sine[TURNS];  // of this lane's pair, for the warps that turn the rope part
-  const int turner = slice == 0 ? warp - MLA_WARPS : -1, writer = slice == 1 && warp >= MLA_WARPS ? QUERY_WARPS - 1 - warp : -1;
+  const int turner = slice == 0 ? warp - MLA_WARPS : -1;
+  const int writer = slice == 1 && warp >= MLA_WARPS ? QUERY_WARPS - 1 - warp : -1;  // the last ones norm the fewest queries
   int entry = writer >= 0 ? head + heads * writer : rows;
   MlaCacheRow row;
 #pragma unroll
