@@ -103,7 +103,7 @@ def test_norms_in_the_kernels_after_change_no_logit(
     assert_bits(engine.score(ids, window=1), want, "logits")
     count = device.launched.count
     assert count("linear_normed") == count("router_normed") == len(ids)  # of the second layer
-    assert count("exchange_norm") == 3 * len(ids)  # of an embedding, before a dense MLP and before the head
+    assert count("exchange_norm") == 2 * len(ids)  # before a dense MLP and before the head
 
 
 def _declared(device: SettledDevice, state: Any) -> Any:

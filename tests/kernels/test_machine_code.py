@@ -69,7 +69,7 @@ def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path, compiled:
     first = next(i for i, line in enumerate(code) if i > wait and "MUFU" in line)
     early, rows = (sum("LDG" in line for line in part) for part in (code[:wait], code[wait:first]))
     assert sum(bool(WIDE.search(line)) for line in code[:wait]) == 7
-    assert early == 7 + 3 + 3 + 1 + 1 + 1  # the history's, one value's taps, rate and norm
+    assert early == 7 + 3 + 3 + 1 + 1 + 1 + 2  # the history's, one value's taps, rate and norm, two words
     assert rows == 16 + 2 + 4 + 2 + 1  # q or k, decay, v, gate and beta, four channels for the history
     loads = [i for i in range(wait, first) if "LDG" in code[i]]
     came: set[str] = set()

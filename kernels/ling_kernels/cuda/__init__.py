@@ -7,6 +7,7 @@ Conventions between the kernels' host sides:
   hold the sums of squares; `linear` applies the norm when it is given exactly that o.
 - `unnormed`: a lazy exchange_norm may leave one row's sum and norm to `linear` or `route` of exactly that h, whose
   kernel then writes h and the new x.
+- `unembedded`: a lazy embed leaves the look-up to exchange_norm of exactly that x.
 - `uncommitted`: a lazy kda_commit leaves its launch to `advance` of the verdict whose count it was given.
 - `candidates`: head leaves (logits, values, ids, span), the best of every `span` vocabulary rows for each live row:
   values [ranges, ROW_TILE] fp32 (NaN where a logit was not finite), ids [ranges, ROW_TILE] int32.
