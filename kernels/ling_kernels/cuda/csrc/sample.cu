@@ -273,13 +273,13 @@ extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1)
   const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP, whole = vocab / size;
   const VerdictJob job{drafts, remaining, stop_ids, done, step, rows};
   const Words words = job.read();
+  let_next_start_early();  // as short as a launch
 #pragma unroll 1
   for (int turn = rehearse != 0 ? 0 : 1; turn < 2; turn++) {
     const float* anything = reinterpret_cast<const float*>(stop_ids);
     Look at{anything, anything, reinterpret_cast<const int*>(stop_ids), 0, 0, whole * size, WARP, whole, vocab, turn};
     if (turn > 0) {
       wait_for_producer();
-      let_next_start();
       at.values = values, at.tail = logits + i64(min(row, rows - 1)) * stride, at.ids = ids;
     }
     Found found;
@@ -306,8 +306,8 @@ extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1)
 }
 
 extern "C" __global__ void __launch_bounds__(ADVANCERS) sample_advance(ADVANCE_ARGUMENTS) {
+  let_next_start_early();
   wait_for_producer();
-  let_next_start();
   advance(ADVANCE_JOB);
 }
 
