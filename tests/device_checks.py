@@ -72,7 +72,13 @@ def rows_alone(run: Callable[[Tensor, int], Tensor], x: Tensor, widths: Sequence
 def check_embed(place: Place, width: int) -> None:
     table = place.weight(50, width, seed=1)
     ids = torch.randint(0, 50, (ROW_TILE,), generator=torch.Generator().manual_seed(2)).to(place.device)
-    assert_bits(place.ops.embed(ids, table), table[ids], "embedding")
+    plain = place.ops.embed(ids, table)
+    assert_bits(plain, table[ids], "embedding")
+    weight = place.weight(width, seed=3)
+    want = place.ops.exchange_norm(None, plain, weight, 1e-6, 5)[1]
+    x, h = place.ops.exchange_norm(None, place.ops.embed(ids, table, lazy=True), weight, 1e-6, 5)
+    assert_bits(x[:5], plain[:5], "embedding with its norm")
+    assert_bits(h[:5], want[:5], "norm of an embedding")
 
 
 def check_exchange_norm(place: Place, width: int, rows: int) -> None:

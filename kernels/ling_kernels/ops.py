@@ -206,8 +206,9 @@ class Verdict(NamedTuple):
 class Ops(Protocol):
     """One implementation per device."""
 
-    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """ids [R] int64, table [V, D] -> x [R, D] act, the residual stream."""
+    def embed(self, ids: Tensor, table: Tensor, lazy: bool = False) -> Tensor:
+        """ids [R] int64, table [V, D] -> x [R, D] act, the residual stream. lazy: the next op is `exchange_norm` of x
+        without a partial, so a device may leave the work to that."""
         ...
 
     def exchange_norm(
@@ -257,8 +258,8 @@ class Ops(Protocol):
     ) -> None:
         """Advance all layers by the first `count` [] rows of the window they staged; 0 changes nothing.
 
-        lazy: `advance` of the verdict that has this count follows, and nothing reads conv or state before it, so a device
-        may leave the work to that.
+        lazy: `advance` of the verdict that has this count follows, and nothing reads conv or state before it, so a
+        device may leave the work to that.
         conv [layers, 3, 3P], state [layers, H, 128, 128], in place. Equal to the bit to one-row steps.
         """
         ...

@@ -40,7 +40,7 @@ def forward(
     staged: list[KdaStaged] = []
     taps: list[Tensor] = []
     kda = mla = 0
-    partial, x = None, ops.embed(ids, weights.embedding)
+    partial, x = None, ops.embed(ids, weights.embedding, lazy=True)
     for number, layer in enumerate(weights.layers):
         x, h = ops.exchange_norm(partial, x, layer.attention_norm, eps, rows, lazy=True)
         if number - 1 in tapped:

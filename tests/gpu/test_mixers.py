@@ -38,6 +38,11 @@ def test_kda_window_and_commit(place: Place, heads: int, rows: int) -> None:
     checks.check_kda_window(place, heads, rows)
 
 
+@pytest.mark.parametrize("heads", [2, 16])
+def test_kda_keeps_a_steps_only_row(place: Place, heads: int) -> None:
+    checks.check_kda_keeps_one_row(place, heads)
+
+
 def test_kda_bits_at_any_width(place: Place) -> None:
     checks.check_kda_bits(place, 16, tuple(range(2, ROW_TILE + 1)), length=48)
     checks.check_kda_bits(place, 2, (5, 16), length=48)

@@ -110,7 +110,7 @@ def test_norms_in_the_kernels_after_change_no_logit(
     engine.ops.select_in_next = False
     assert_bits(engine.score(ids, window=1), want, "logits")
     assert count("linear_normed") == count("router_normed") == len(ids)  # of the second layer
-    assert count("exchange_norm") == 3 * len(ids)  # of an embedding, before a dense MLP and before the head
+    assert count("exchange_norm") == 2 * len(ids)  # before a dense MLP and before the head
 
 
 def _declared(device: SettledDevice, state: Any) -> Any:

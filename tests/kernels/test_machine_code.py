@@ -105,16 +105,31 @@ def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path, compiled:
     first = next(i for i, line in enumerate(code) if i > wait and "MUFU" in line)
     early, rows = (sum("LDG" in line for line in part) for part in (code[:wait], code[wait:first]))
     assert sum(bool(WIDE.search(line)) for line in code[:wait]) == 7
-    assert early == 7 + 3 + 3 + 1 + 1 + 1  # the history's, one value's taps, rate and norm
+    assert early == 7 + 3 + 3 + 1 + 1 + 1 + 2  # the history's, one value's taps, rate and norm, two words
     assert rows == 16 + 2 + 4 + 2 + 1  # q or k, decay, v, gate and beta, four channels for the history
-    loads = [i for i in range(wait, first) if "LDG" in code[i]]
-    came: set[str] = set()
-    for line in code[wait : loads[-1]]:
+    assert trips(code[wait:first]) == [rows]
+
+
+def trips(code: list[str]) -> list[int]:
+    """How many loads are sent before something awaits one of them, again and again."""
+    counts, under_way = [0], set()
+    for line in code:
         registers = re.findall(r"\bR\d+\b", line)
         if "LDG" in line:
-            came.add(registers[0])
-        else:
-            assert came.isdisjoint(registers), f"{line} waits for a row before all are asked for"
+            counts[-1] += 1
+            under_way.add(registers[0])
+        elif not under_way.isdisjoint(registers):
+            counts.append(0)
+            under_way.clear()
+    return [count for count in counts if count]
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+def test_a_greedy_verdict_is_few_trips_to_memory(arch: str, tmp_path: Path, compiled: Compiled) -> None:
+    """Of one row: value and id of a span, and a logit of the tail; of several: all spans, then the tail."""
+    code = disassembled(compiled("sample", arch)[0], tmp_path)["sample_verdict_best"]
+    wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+    assert sorted(trips(code[wait:])) in ([3, 16, 24], [3, 40])
 
 
 @pytest.fixture(scope="module", params=["sm_90", "sm_100", "sm_120"])

@@ -7,6 +7,7 @@ Conventions between the kernels' host sides:
   hold the sums of squares; `linear` applies the norm when it is given exactly that o.
 - `unnormed`: a lazy exchange_norm may leave one row's sum and norm to `linear` or `route` of exactly that h, whose
   kernel then writes h and the new x.
+- `unembedded`: a lazy embed leaves the look-up to exchange_norm of exactly that x.
 - `uncommitted`: a lazy kda_commit leaves its launch to `advance` of the verdict whose count it was given.
 - `Routing.begun`: values [slots, ROW_TILE, inner] between gate_up and down, of which whoever makes a plan makes the
   first slot's, the shared expert's.

@@ -60,6 +60,14 @@ class Unselected(NamedTuple):
     args: list[Argument]
 
 
+class Unembedded(NamedTuple):
+    """Rows that are still to be looked up: x, which is not there yet, and where they come from."""
+
+    x: Tensor
+    ids: Tensor
+    table: Tensor
+
+
 class Candidates(NamedTuple):
     """Best logit of every `span` rows of the vocabulary: values [ranges, ROW_TILE] fp32, NaN where one was not
     finite; ids [ranges, ROW_TILE] int32, the lowest of equal ones."""
@@ -73,9 +81,9 @@ class Candidates(NamedTuple):
 class DenseOps:
     """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16.
     For measurements, without effect on any bit: early_norm, exchange_norm lets the next kernel start before it waits
-    itself, early_linear, so does a projection that norms; norm_in_next, at one row the router's kernel, or that of a short projection, does the exchange_norm before
-    it; select_in_next, at one row gate_up's kernel selects its experts, where it can; ask_for_down, the shared expert's
-    down weights are asked for while the router selects."""
+    itself; early_linear, so does a projection that norms; norm_in_next, at one row the router's kernel, or that of a
+    short projection, does the exchange_norm before it; select_in_next, at one row gate_up's kernel selects its experts,
+    where it can; ask_for_down, the shared expert's down weights are asked for while the router selects."""
 
     early_norm, early_linear = True, True
     norm_in_next = True
@@ -88,13 +96,16 @@ class DenseOps:
         self.gated: Gated | None = None
         self.unnormed: Unnormed | None = None
         self.unselected: Unselected | None = None
+        self.unembedded: Unembedded | None = None
         self.candidates: Candidates | None = None
         self._gates: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, table: Tensor, lazy: bool = False) -> Tensor:
         width = _width("hidden size", table.shape[1], MAX_WIDTH)
         x = table.new_empty(ids.shape[0], width)
-        self.device.launch("embed", ids.shape[0], _threads(width), [ids, table, x, width])
+        self.unembedded = Unembedded(x, ids, table) if lazy else None
+        if not lazy:
+            self.device.launch("embed", ids.shape[0], _threads(width), [ids, table, x, width])
         return x
 
     def exchange_norm(
@@ -107,6 +118,12 @@ class DenseOps:
         lazy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         width = _width("hidden size", x.shape[1], MAX_WIDTH)
+        unembedded, self.unembedded = self.unembedded, None
+        if partial is None and unembedded is not None and unembedded.x is x:
+            h = torch.empty_like(x)
+            args = [unembedded.ids, unembedded.table, weight, x, h, width, float(eps)]
+            self.device.launch("embed_norm", x.shape[0] if rows is None else rows, _threads(width), args)
+            return x, h
         total, h = (x if partial is None else torch.empty_like(x)), torch.empty_like(x)
         args = [*parts_of(partial), x, weight, total, h, width, float(eps)]
         later = self.norm_in_next and lazy and rows == 1 and partial is not None

@@ -107,11 +107,12 @@ class LatentOps:
         rows: int,
         fragments: bool,
     ) -> Tensor:
-        """The window's absorbed queries [R, H, 576], or the same bytes as attention's blocks of one tile take them; its
-        rows of the cache are written as well."""
+        """The window's absorbed queries [R * H, 576] in whole tiles, or the same as attention's blocks of one tile take
+        them; its rows of the cache are written as well."""
         heads, width = params.num_heads, proj.shape[1]
         rank = width - ROW - heads
-        q, latent = proj.new_empty(proj.shape[0], heads, ROW), proj[:, rank:]
+        count = proj.shape[0] * heads
+        q, latent = proj.new_empty(-(-count // TILE) * TILE, ROW), proj[:, rank:]  # whole tiles of fragments
         args = [q, cache, proj, latent, width, params.q_norm, params.q_b_proj, rank, params.w_uk]
         args += [Int64(params.w_uk.stride(0)), params.kv_norm, rope, positions, heads, rows, int(fragments)]
         args += [float(params.eps)]

@@ -27,7 +27,7 @@ class CudaRankOps(CudaOps):
         self.exchange = exchange
         self.note = note
 
-    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, table: Tensor, lazy: bool = False) -> Tensor:
         x = table.new_empty(ids.shape[0], table.shape[1])
         if self.exchange.narrow is None:
             return self._embed([ids, None, None, Int64(0), None], table, x)

@@ -32,7 +32,7 @@ def by_pieces(function: Callable[[Tensor], Tensor], x: Tensor, rows: int | None)
     return done[0] if len(done) == 1 else torch.cat(done)
 
 
-def embed(ids: Tensor, table: Tensor) -> Tensor:
+def embed(ids: Tensor, table: Tensor, lazy: bool = False) -> Tensor:
     return table.index_select(0, ids)
 
 

@@ -251,6 +251,7 @@ inline bf16 load_activation(const bf16* from) { return *from; }
 inline u32 load_activation(const u32* from) { return *from; }
 inline int load_activation(const int* from) { return *from; }
 inline i64 load_activation(const i64* from) { return *from; }
+inline u64 load_activation(const u64* from) { return *from; }
 inline u8 load_activation(const u8* from) { return *from; }
 inline float load_activation(const float* from) { return *from; }
 inline u32 load_changing(const u32* from) { return *from; }

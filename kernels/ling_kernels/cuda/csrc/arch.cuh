@@ -113,6 +113,9 @@ __device__ __forceinline__ i64 load_activation(const i64* from) {
   asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(from));
   return v;
 }
+__device__ __forceinline__ u64 load_activation(const u64* from) {
+  return u64(load_activation(reinterpret_cast<const i64*>(from)));
+}
 __device__ __forceinline__ u8 load_activation(const u8* from) {
   u16 v;
   asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(from));

@@ -104,10 +104,11 @@ __device__ __forceinline__ void list_few(const float* logits, const Spans& spans
   constexpr int EACH = MAX_SPANS / CHOOSERS;
   const int whole = spans.whole(vocab), count = filter.count(vocab);
   u32 keys[EACH];
+  float x[EACH];
+  spans.best(x, row, threadIdx.x, CHOOSERS, vocab);
 #pragma unroll
   for (int j = 0; j < EACH; j++) {
-    const int span = threadIdx.x + j * CHOOSERS;
-    keys[j] = span < whole ? key_of(filter.scaled(spans.best(row, span))) : 0;
+    keys[j] = int(threadIdx.x) + j * CHOOSERS < whole ? key_of(filter.scaled(x[j])) : 0;
   }
   u32 least = 0;
   for (u32 bit = 1u << 31; bit >= 1u << 16; bit >>= 1) {  // coarse: it only has to bound from below

@@ -35,12 +35,12 @@ extern "C" __global__ void __launch_bounds__(KDA_THREADS, 2)
 extern "C" __global__ void __launch_bounds__(KDA_THREADS)
     kda_follow_layers(const bf16* raw, bf16* history, int heads, int layers, ADVANCE_ARGUMENTS) {
   const int block = blockIdx.x - (step != nullptr);
+  let_next_start_early();
   if (block >= 0) {
     kda_follow({nullptr, raw, history, nullptr, count, heads, 1}, layers, block * KDA_THREADS + threadIdx.x);
     return;
   }
   wait_for_producer();
-  let_next_start();
   advance(ADVANCE_JOB);
 }
 

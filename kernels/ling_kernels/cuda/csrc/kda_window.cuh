@@ -343,7 +343,6 @@ __device__ __forceinline__ void kda_follow(const KdaCommit& job, int layers, int
     settle_here(to[i]);
   }
   wait_for_producer();
-  let_next_start();
   if (load_activation(job.count) == 0 || !live) return;
 #pragma unroll
   for (int i = 0; i < 3; i++) *reinterpret_cast<uint2*>(to[i]) = kept[i];

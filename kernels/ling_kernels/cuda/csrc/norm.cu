@@ -41,6 +41,25 @@ extern "C" __global__ void __launch_bounds__(1024, 1) exchange_norm(
   exchange_norm_row(blockIdx.x, {partial, parts, pitch}, x, weight, x_out, h, width, eps, early != 0);
 }
 
+// x[row] = table[ids[row]], and its norm. Grid and block: as exchange_norm.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    embed_norm(const i64* ids, const bf16* table, const bf16* weight, bf16* x, bf16* h, int width, float eps) {
+  __shared__ __align__(16) float warps[WARP];
+  const int at = threadIdx.x * 8;
+  const bool inside = at < width;
+  const uint4 scale = load_weights(weight + at, inside);
+  float each = 1.0f / float(width);
+  settle_here(each);
+  let_next_start_early();
+  wait_for_producer();
+  const uint4 row = load_weights(table + load_activation(ids + blockIdx.x) * width + at, inside);
+  float value[8];
+  unpack(value, row);
+  if (inside) *reinterpret_cast<uint4*>(x + i64(blockIdx.x) * width + at) = row;
+  const uint4 out = normed(value, inside, scale, each, eps, warps);
+  if (inside) *reinterpret_cast<uint4*>(h + i64(blockIdx.x) * width + at) = out;
+}
+
 // x[row] = table[ids[row]]. Grid: rows. Block: as exchange_norm.
 extern "C" __global__ void embed(const i64* ids, const bf16* table, bf16* x, int width) {
   wait_for_producer();

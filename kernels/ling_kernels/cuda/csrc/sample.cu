@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
 }
 
 // grid: (SAMPLE_BLOCKS, rows). The best of what is certainly kept, with noise, and a list of what is unsure.
-extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS)
+extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 2)
     sample_draw(ROW_ARGUMENTS, const u64* masses, const u32* counts, const i64* seed, const i64* positions, Cut* cuts,
                 u64* list, u32* listed, int capacity, u64* drawn) {
   __shared__ CutShared s;
@@ -143,7 +143,12 @@ extern "C" __global__ void __launch_bounds__(CHOOSERS)
   if (bad != nullptr) {
     const int whole = spans.whole(vocab);
     bool wrong = false;
-    for (int i = threadIdx.x; i < whole; i += CHOOSERS) wrong |= !is_finite(spans.best(row, i));
+    for (int i = threadIdx.x; i < whole; i += 4 * CHOOSERS) {
+      float x[4];
+      spans.best(x, row, i, CHOOSERS, vocab);
+#pragma unroll
+      for (int j = 0; j < 4; j++) wrong |= !is_finite(x[j]);
+    }
     for (int i = whole * spans.size + threadIdx.x; i < vocab; i += CHOOSERS) wrong |= !is_finite(logits[i]);
     const u32 any = __syncthreads_count(wrong) > 0;
     if (threadIdx.x < SAMPLE_BLOCKS) bad[row * SAMPLE_BLOCKS + threadIdx.x] = any;
@@ -205,7 +210,9 @@ extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1)
   u64 best = 0;
   u32 any = 0;
   if (row < rows) {
-    for (int b = lane; b < SAMPLE_BLOCKS; b += WARP) any |= bad[row * SAMPLE_BLOCKS + b];
+    static_assert(SAMPLE_BLOCKS == 2 * WARP, "two a lane");
+    const u32* parts = bad + row * SAMPLE_BLOCKS + lane;
+    any = load_activation(parts) | load_activation(parts + WARP);
     best = best_of(drawn + row * SAMPLE_BLOCKS, SAMPLE_BLOCKS);
     any = warp_max(any);
   }
@@ -266,13 +273,13 @@ extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1)
   const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP, whole = vocab / size;
   const VerdictJob job{drafts, remaining, stop_ids, done, step, rows};
   const Words words = job.read();
+  let_next_start_early();  // as short as a launch
 #pragma unroll 1
   for (int turn = rehearse != 0 ? 0 : 1; turn < 2; turn++) {
     const float* anything = reinterpret_cast<const float*>(stop_ids);
     Look at{anything, anything, reinterpret_cast<const int*>(stop_ids), 0, 0, whole * size, WARP, whole, vocab, turn};
     if (turn > 0) {
       wait_for_producer();
-      let_next_start();
       at.values = values, at.tail = logits + i64(min(row, rows - 1)) * stride, at.ids = ids;
     }
     Found found;
@@ -299,8 +306,8 @@ extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1)
 }
 
 extern "C" __global__ void __launch_bounds__(ADVANCERS) sample_advance(ADVANCE_ARGUMENTS) {
+  let_next_start_early();
   wait_for_producer();
-  let_next_start();
   advance(ADVANCE_JOB);
 }
 

@@ -37,8 +37,16 @@ __device__ __forceinline__ u64 block_best(u64 x, u64* warps) {
 
 // Best of `blocks` candidates, by one warp.
 __device__ __forceinline__ u64 best_of(const u64* candidates, int blocks) {
+  constexpr int TOGETHER = 8;
   u64 best = 0;
-  for (int b = threadIdx.x % WARP; b < blocks; b += WARP) best = candidates[b] > best ? candidates[b] : best;
+#pragma unroll 1
+  for (int first = threadIdx.x % WARP; first < blocks; first += TOGETHER * WARP) {
+    u64 c[TOGETHER];
+#pragma unroll
+    for (int j = 0; j < TOGETHER; j++) c[j] = load_activation(candidates + min(first + j * WARP, blocks - 1));
+#pragma unroll
+    for (int j = 0; j < TOGETHER; j++) best = c[j] > best ? c[j] : best;
+  }
   return warp_best(best);
 }
 
@@ -87,8 +95,20 @@ struct Spans {
   int size;
 
   __device__ int whole(int vocab) const { return vocab / size; }
-  __device__ float best(int row, int span) const {
-    return values != nullptr ? values[span * ROW_TILE + row] : candidate_value(own[row * OWN_SPANS + span]);
+  // Of spans `first`, + `step`, ..; past the last comes the last once more. All are asked for at once.
+  template <int COUNT>
+  __device__ __forceinline__ void best(float (&x)[COUNT], int row, int first, int step, int vocab) const {
+    const int last = whole(vocab) - 1;
+    if (values != nullptr) {
+#pragma unroll
+      for (int j = 0; j < COUNT; j++) x[j] = load_activation(values + min(first + j * step, last) * ROW_TILE + row);
+    } else {
+      u64 c[COUNT];
+#pragma unroll
+      for (int j = 0; j < COUNT; j++) c[j] = load_activation(own + row * OWN_SPANS + min(first + j * step, last));
+#pragma unroll
+      for (int j = 0; j < COUNT; j++) x[j] = candidate_value(c[j]);
+    }
   }
 };
 
@@ -101,8 +121,7 @@ __device__ __forceinline__ float row_top(const float* logits, const Spans& spans
   const int whole = spans.whole(vocab), threads = blockDim.x;
   for (int s = threadIdx.x; s < whole; s += TOGETHER * threads) {
     float x[TOGETHER];
-#pragma unroll
-    for (int j = 0; j < TOGETHER; j++) x[j] = spans.best(row, min(s + j * threads, whole - 1));
+    spans.best(x, row, s, threads, vocab);
 #pragma unroll
     for (int j = 0; j < TOGETHER; j++) top = x[j] > top ? x[j] : top;
   }
