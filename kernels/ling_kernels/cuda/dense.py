@@ -309,8 +309,6 @@ class DenseOps:
         args = [mid, params.shared.down, params.down, plan, out, shared, inner, pitch, h.shape[0], rows, width]
         tiles, bytes_needed = -(-width // 16), sums_bytes(warps, rows, 1)
         name = self._down_name(rows, tiles * parts, warps * 32, bytes_needed)
-        if unselected is not None:
-            name = "experts_down_8_9"  # which can wait for the plan
         self.device.launch(name, (tiles, parts), warps * 32, args, bytes_needed)
         return out
 

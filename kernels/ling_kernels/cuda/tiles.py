@@ -69,11 +69,12 @@ def part_width(width: int, parts: int) -> int:
 
 
 def down_shape(width: int) -> tuple[int, int]:
-    """Warps of a block, and parts, where each warp has one chunk of K: as few slots without a chunk as possible."""
+    """Warps of a block, and parts, where each warp has one chunk of K: as few slots without a chunk as possible, and not
+    three warps, which leave the multiprocessor's fourth scheduler with fewer registers in use, unless parts get many."""
     chunks = num_chunks(width)
 
-    def cost(warps: int) -> tuple[int, int]:
-        return _padded(chunks, warps), -warps
+    def cost(warps: int) -> tuple[int, bool, bool, int]:
+        return _padded(chunks, warps), -(-chunks // warps) > PART_WARPS, warps == 3, -warps
 
     warps = min(range(1, PART_WARPS + 1), key=cost)
     return warps, -(-chunks // warps)

@@ -255,7 +255,6 @@ inline u64 load_activation(const u64* from) { return *from; }
 inline u8 load_activation(const u8* from) { return *from; }
 inline float load_activation(const float* from) { return *from; }
 inline u32 load_changing(const u32* from) { return *from; }
-inline uint4 load_changing16(const void* from) { return load_weights(from, true); }
 inline uint4 load_settled16(const void* from) { return load_weights(from, true); }
 // A hint may come at any time, but within an argument's memory.
 inline void prefetch_l2(const void* from, u32 bytes) {

@@ -304,14 +304,6 @@ __device__ __forceinline__ u32 load_changing(const u32* from) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
-__device__ __forceinline__ uint4 load_changing16(const void* from) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from)
-               : "memory");
-  return v;
-}
 
 // ---- shared memory: copies in the background, matrix fragments --------------------------------------------------
 

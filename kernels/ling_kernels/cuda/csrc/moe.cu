@@ -179,7 +179,28 @@ __device__ __forceinline__ void down_part(
     const Experts& experts, const bf16* x, float* out, int pitch, int rows, int live, int width) {
   DYNAMIC_SHARED(shared);
   __shared__ u32 ids[MAX_SLOTS];
+  __shared__ int number;
   const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, group = threadIdx.x % WARP / 4;
+
+  // The plan is settled: every block of gate_up is past its own wait when down starts, so whoever wrote the plan has
+  // finished; but one row's may be gate_up's own, and is looked at again until it is there. One warp reads number and
+  // first ids, in one trip: all warps of all blocks would queue for that line at one place of L2 (measured: 1.3 us, up to
+  // 3.5). The others follow while the first slots' weights are on their way.
+  constexpr int FIRST = WARP - PLAN_IDS;
+  static_assert(AHEAD <= FIRST && MAX_CHOSEN < FIRST, "a lane a word");
+  if (warp == 0) {
+    const int slot = int(threadIdx.x) - PLAN_IDS;
+    u32 word, all;
+    bool missing;
+    do {
+      word = load_changing(experts.plan + threadIdx.x);
+      all = __shfl_sync(ALL, word, 0);
+      missing = all == 0 || (slot > 0 && slot < int(all) && word == NO_ID);
+    } while (NT == 1 && live == 1 && __ballot_sync(ALL, missing) != 0);
+    if (slot >= 0) ids[slot] = word;
+    if (threadIdx.x == 0) number = int(all);
+  }
+
   const int k = (blockIdx.y * warps + warp) * CHUNK + threadIdx.x % 4 * 8;
   // Past the end of a matrix it is its first row, past the end of a row its beginning, which meets tokens of zero.
   const int row = blockIdx.x * 16 + group, low = row < width ? row : 0, high = row + 8 < width ? row + 8 : 0;
@@ -196,42 +217,21 @@ __device__ __forceinline__ void down_part(
   }
   const u32 slot_pitch = ROW_TILE * pitch;
 
-  // The plan is settled: every block of gate_up is past its own wait when down starts, so whoever wrote the plan has
-  // finished; but one row's may be gate_up's own, and is looked at again until it is there, by the form that asks for all
-  // of its slots at once. The words are read before their number is known: those of the first slots by every thread, in
-  // one trip to memory, the others when the first slots' weights are on their way.
-  static_assert(PLAN_IDS % 4 == 0, "ids are read by fours");
-  u32 asked[(AHEAD + 3) / 4 * 4];
-  int slots;
-  auto look = [&] {
-#pragma unroll
-    for (int s = 0; s < AHEAD; s += 4) {
-      const uint4 four = load_changing16(experts.plan + PLAN_IDS + s);
-      asked[s] = four.x, asked[s + 1] = four.y, asked[s + 2] = four.z, asked[s + 3] = four.w;
-    }
-    slots = int(load_changing(experts.plan));
-  };
-  auto missing = [&] {
-    u32 any = slots == 0 ? NO_ID : 0;
-#pragma unroll
-    for (int s = 1; s < AHEAD; ++s) any |= asked[s];
-    return any == NO_ID;
-  };
-  look();
+
   Chunk ring[AHEAD];
+  uint4 in[AHEAD][NT] = {};  // zeros stay where a lane has no values of K
   load_weights_into(ring[0].low, shared_low, true);  // whatever the plan says
   load_weights_into(ring[0].high, shared_low + shared_high, true);
-  constexpr bool ALL_OF_A_ROW = NT == 1 && AHEAD == MAX_CHOSEN + 1;
-  while (ALL_OF_A_ROW && live == 1 && missing()) look();
-  uint4 in[AHEAD][NT] = {};  // zeros stay where a lane has no values of K
+  __syncthreads();
+  const int slots = number;
 #pragma unroll
   for (int s = 1; s < AHEAD; ++s) {
-    const bf16* from = routed_low + u64(s < slots ? asked[s] : 0) * stride;
+    const bf16* from = routed_low + u64(s < slots ? ids[s] : 0) * stride;
     load_weights_into(ring[s].low, from, s < slots);
     load_weights_into(ring[s].high, from + routed_high, s < slots);
   }
-  if (slots > AHEAD) {
-    for (int s = AHEAD + threadIdx.x; s < slots; s += blockDim.x) ids[s] = load_settled(experts.plan + PLAN_IDS + s);
+  if (slots > FIRST) {
+    for (int s = FIRST + threadIdx.x; s < slots; s += blockDim.x) ids[s] = load_settled(experts.plan + PLAN_IDS + s);
     __syncthreads();
   }
   const Own<NT, 16> own;
