@@ -141,8 +141,11 @@ def make_engine(at: Rank) -> NativeEngine:
 
 
 def begin(engine: NativeEngine, context: int) -> None:
-    engine._state.reserve(context + 4096)
-    engine._state.begin(context, 1, 1 << 40, [], GREEDY)
+    """As in step.py: drafts are random, or rows would choose the same experts; on all ranks the same."""
+    state = engine._state
+    state.reserve(context + 4096)
+    state.begin(context, 1, 1 << 40, [], GREEDY)
+    state.drafts.random_(state.sampling.vocab, generator=torch.Generator(state.drafts.device).manual_seed(1))
 
 
 def time_steps(at: Rank, engine: NativeEngine) -> None:

@@ -69,8 +69,8 @@ def part_width(width: int, parts: int) -> int:
 
 
 def down_shape(width: int) -> tuple[int, int]:
-    """Warps of a block, and parts, where each warp has one chunk of K: as few slots without a chunk as possible, and not
-    three warps, which leave the multiprocessor's fourth scheduler with fewer registers in use, unless parts get many."""
+    """Warps of a block, and parts, where each warp has one chunk of K: as few slots without a chunk as possible, and,
+    unless parts get many, not three warps: four schedulers have registers for an even number each."""
     chunks = num_chunks(width)
 
     def cost(warps: int) -> tuple[int, bool, bool, int]:
