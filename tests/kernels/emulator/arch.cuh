@@ -233,6 +233,7 @@ inline void store16(void* to, const uint4& v) {
   if (uintptr_t(to) & 15) emulator::fail("a 16-byte store is not aligned");
   std::memcpy(to, &v, 16);
 }
+inline float load_constant(const float* from) { return *from; }
 inline float load_settled(const float* from) { return *from; }
 inline i64 load_settled(const i64* from) { return *from; }
 inline u32 load_settled(const u32* from) { return *from; }

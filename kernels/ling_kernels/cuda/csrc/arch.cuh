@@ -130,6 +130,13 @@ __device__ __forceinline__ float load_activation(const float* from) {
   return v;
 }
 
+// A number of the model that many warps want: through L1, or all would queue for it at one place of L2.
+__device__ __forceinline__ float load_constant(const float* from) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(from));
+  return v;
+}
+
 // 16 bytes that an earlier kernel wrote: through L1, only after the wait. Zeros where `live` is false.
 __device__ __forceinline__ uint4 load16(const void* from, bool live = true) {
   uint4 v = make_uint4(0, 0, 0, 0);

@@ -6,6 +6,14 @@
 #pragma once
 #include "arch.cuh"
 
+// A settled word that a whole block wants. By one warp: all warps of all blocks would queue for its line at one place of L2.
+__device__ __forceinline__ i64 settled_for_all(const i64* from) {
+  __shared__ i64 word;
+  if (threadIdx.x == 0) word = load_settled(from);
+  __syncthreads();
+  return word;
+}
+
 constexpr int MLA_LATENT = 512, MLA_ROPE = 64;
 constexpr int MLA_ROW = MLA_LATENT + MLA_ROPE;  // a cache row, and a query after absorption
 

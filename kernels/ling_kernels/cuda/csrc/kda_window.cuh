@@ -7,6 +7,7 @@
 struct KdaVerifyShared {
   KdaRow<KDA_SLICE> rows[ROW_TILE + 1];
   float o[ROW_TILE][KDA_SLICE];
+  bool goes_on;  // the run, of which this is a row
 };
 
 struct KdaVerify {
@@ -174,15 +175,15 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
   if (walks) kda_load(state, job.state + kda_place(head, slice * KDA_SLICE));  // since the last commit
   KdaLoaded loaded;
   kda_load_history(loaded, source, own);
-  // Where they are not given the words are anything: a load on a condition is awaited at once. So is one that all threads
-  // share, to move it to a uniform register: threadIdx.y, 0, makes it each thread's own.
-  const bool keeps = job.remaining != nullptr;
-  const i64 remaining = load_settled((keeps ? job.remaining : reinterpret_cast<const i64*>(job.conv)) + threadIdx.y);
-  const u8 done = load_settled((keeps ? job.done : reinterpret_cast<const u8*>(job.conv)) + threadIdx.y);
+  // One warp looks whether the run goes on: all warps of all blocks would queue for that line at one place of L2. The
+  // others ask for anything, their own: a load on a condition is awaited at once.
+  const bool keeps = job.remaining != nullptr, asks = keeps && own.warp == KDA_WARPS - 1;
+  const i64 remaining = load_settled(asks ? job.remaining : reinterpret_cast<const i64*>(job.conv) + threadIdx.x);
+  const u8 done = load_settled(asks ? job.done : reinterpret_cast<const u8*>(job.conv) + threadIdx.x);
   const KdaTaps taps = kda_taps(job.conv, own.part * inner + own.channels());
   const uint2 v_taps = load_settled(reinterpret_cast<const uint2*>(job.conv) + 2 * inner + own.value());
   const float4 bias = load_settled(reinterpret_cast<const float4*>(job.dt_bias + own.channels()));
-  const float a_log = load_settled(job.a_log + head);
+  const float a_log = load_constant(job.a_log + head);
   const bf16 norm = load_settled(job.o_norm + slice * KDA_SLICE + own.column);
   const KdaPlaces places(source, own, rows);
   bf16* to_out = job.out + own.row * inner + own.value();
@@ -227,10 +228,11 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
     if (own.column == 0) s.rows[own.row].beta[0] = beta;
   }
   if (EVEN) piece.store();
+  if (asks) s.goes_on = done == 0 && remaining > 0;
   __syncthreads();
   if (walks) {
     kda_walk<true>(state, rows, s.rows, s.o[0] + kda_column(), KDA_SLICE);
-    if (keeps && done == 0 && remaining > 0) kda_store(job.state + kda_place(head, slice * KDA_SLICE), state);
+    if (keeps && s.goes_on) kda_store(job.state + kda_place(head, slice * KDA_SLICE), state);
   } else {
     kda_stage<EVEN>(job, own, s);
   }
@@ -306,7 +308,7 @@ __device__ __forceinline__ void kda_commit(const KdaCommit& job, int block, int 
   if (block < layers * job.heads) kda_ask(job, block / job.heads, block % job.heads);
   wait_for_producer();
   let_next_start();
-  const i64 committed = load_settled(job.count);
+  const i64 committed = load_activation(job.count);
   float* place = job.state + i64(layer) * job.inner() * KDA_HEAD + kda_place(head, first);
   float state[KDA_KEYS];
   kda_load(state, place);

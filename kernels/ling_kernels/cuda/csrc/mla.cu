@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(QUERY_THREADS, 1)
 __device__ __forceinline__ Attend attend_job(const bf16* q, const bf16* cache, const i64* positions, int heads, int rows,
                                              int together, int capacity) {
   const int first = int(blockIdx.y) * together * 16;
-  return {q, cache, heads, rows, capacity, int(load_settled(positions)), first, min(first + together * 16, rows * heads)};
+  return {q, cache, heads, rows, capacity, int(settled_for_all(positions)), first, min(first + together * 16, rows * heads)};
 }
 
 // grid: (ATTEND_SPLITS, tiles / together rounded up), together <= TILES. Forms with equal KEYS leave the same bits.
@@ -41,7 +41,7 @@ MLA_ATTEND(64, 1)  // where a block may have 99 KB of shared memory
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS<MERGE_COLUMNS>, 3)
     mla_merge(bf16* latent, const bf16* partial, const float* stats, const i64* positions, int heads) {
   __shared__ MergeShared<MERGE_COLUMNS> shared;
-  const int query = blockIdx.y * heads + blockIdx.x, limit = int(load_settled(positions)) + int(blockIdx.y) + 1;
+  const int query = blockIdx.y * heads + blockIdx.x, limit = int(settled_for_all(positions)) + int(blockIdx.y) + 1;
   const int begin = blockIdx.z * MERGE_COLUMNS;
   const MergePlaces<MERGE_COLUMNS> from(partial, stats, query, ROW_TILE * heads, limit, begin);
   let_next_start_early();
@@ -69,9 +69,10 @@ extern "C" __global__ void __launch_bounds__(ONE_THREADS, 1)
     mla_merge_values(bf16* out, const bf16* partial, const float* stats, const i64* positions, const bf16* w_uv,
                      i64 head_stride, const bf16* gate, int heads) {
   __shared__ MlaOneShared shared;
-  const int head = blockIdx.y, first = blockIdx.x * ONE_OUT, limit = int(load_settled(positions)) + 1;
+  const int head = blockIdx.y, first = blockIdx.x * ONE_OUT;
   MlaValueRows weights;
   weights.load(w_uv + head * head_stride, first + int(threadIdx.x) / MLA_THREADS * MLA_OUT);
+  const int limit = int(settled_for_all(positions)) + 1;
   const MergePlaces<MLA_LATENT> from(partial, stats, head, ROW_TILE * heads, limit, 0);
   let_next_start_early();
   wait_for_producer();
