@@ -185,30 +185,39 @@ def check_norms_in_kernels_after(place: Place, params: MoeParams, n: int, alone:
         found = []
         for ops in (place.ops, alone):
             total, h = ops.exchange_norm(partial, x, weight, 1e-6, 1, lazy=True)
-            routing = ops.route(h, params, 1)
+            routing = ops.route(h, params, 1, lazy=True)
+            out = whole(ops.experts(h, routing, params, 1))
             again, normed = ops.exchange_norm(partial, x, weight, 1e-6, 1, lazy=True)
             projected = ops.linear(normed, projection, 1)
-            found.append((total, h, routing.weights, routing.experts, again, normed, projected))
+            found.append((total, h, out, routing.weights, routing.experts, again, normed, projected))
         for number, (got, want) in enumerate(zip(*found, strict=True)):
             assert_bits(got[:1], want[:1], f"result {number} of kernels that norm {width} values")
 
 
-def check_selection_in_gate_up(place: Place, params: MoeParams, choosing: Any) -> None:
-    """choosing: the same ops, whose gate_up selects one row's experts: the same bits, and the same plan."""
-    choosing.select_in_next = True
+def check_selection_in_gate_up(place: Place, params: MoeParams, alone: Any) -> None:
+    """One row's experts selected by gate_up, with the norm in the router's kernel or, by the ops `alone`, before it: the
+    bits and the plan of a selection by itself, and the bits of a row beside others."""
+    alone.norm_in_next = False
     width = params.gate.shape[1]
     x, weight = place.rand(ROW_TILE, width, seed=26, scale=3.0), place.weight(width, seed=27)
     partial = torch.stack([place.rand(ROW_TILE, width, seed=seed).float() for seed in range(50, 54)])
-    place.constant(place.ops._gate(params.gate), choosing._gate(params.gate))
+    place.constant(place.ops._gate(params.gate), alone._gate(params.gate))
     found = []
-    for ops in (place.ops, choosing):
-        total, h = ops.exchange_norm(partial, x, weight, 1e-6, 1, lazy=True)
-        routing = ops.route(h, params, 1, lazy=True)
-        out = ops.experts(h, routing, params, 1)
+    for ops, rows, lazy in (
+        (place.ops, 1, False),
+        (place.ops, 1, True),
+        (alone, 1, True),
+        (alone, 2, True),
+        (alone, 9, True),
+    ):
+        total, h = ops.exchange_norm(partial, x, weight, 1e-6, rows, lazy=True)
+        routing = ops.route(h, params, rows, lazy)
+        out = ops.experts(h, routing, params, rows)
         found.append((total[:1], h[:1], routing.experts[:1], routing.weights[:1], whole(out)[:1]))
-        check_plan(routing, 1)
-    for number, (got, want) in enumerate(zip(*found, strict=True)):
-        assert_bits(got, want, f"result {number} of a gate_up that selects")
+        check_plan(routing, rows)
+    for form, results in enumerate(found[1:]):
+        for number, (got, want) in enumerate(zip(results, found[0], strict=True)):
+            assert_bits(got, want, f"result {number} of form {form} of a selection")
 
 
 def check_route_ties(place: Place, params: MoeParams) -> None:
@@ -317,16 +326,3 @@ def check_unchosen_experts_are_dropped(place: Place, params: MoeParams) -> None:
     got = whole(place.ops.experts(x, both, replace(params, gate_up=gate_up), 2))
     assert_bits(got[:1], alone, "row beside one that overflows")
     assert not got[1].isfinite().all()
-
-
-def check_asking_ahead_changes_nothing(place: Place, params: MoeParams, silent: Any) -> None:
-    """silent: the same ops, which do not ask for the shared expert's down weights ahead."""
-    silent.ask_for_down = False
-    x = place.rand(ROW_TILE, params.gate.shape[1], seed=25)
-    place.constant(place.ops._gate(params.gate), silent._gate(params.gate))
-    for rows in (1, 9):
-        got, want = (
-            whole(ops.experts(x, ops.route(x, params, rows), params, rows))[:rows].clone()
-            for ops in (place.ops, silent)
-        )
-        assert_bits(got, want, "experts, asked for ahead or not")

@@ -106,16 +106,11 @@ def main() -> None:
     parser.add_argument("--breakdown", action="store_true")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--late-norm", action="store_true", help="exchange_norm waits before it lets the next one in")
-    parser.add_argument("--late-linear", action="store_true", help="so does MLA's first projection with its norm")
     parser.add_argument("--norms-alone", action="store_true", help="one row: no norm in the kernel that comes after")
-    parser.add_argument("--select-in-next", action="store_true", help="one row: gate_up selects the experts")
-    parser.add_argument("--no-ask", action="store_true", help="nothing of the shared expert's down is asked for ahead")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
-    ops.early_norm, ops.early_linear = not args.late_norm, not args.late_linear
-    ops.norm_in_next, ops.ask_for_down = not args.norms_alone, not args.no_ask
-    ops.select_in_next = args.select_in_next
+    ops.early_norm, ops.norm_in_next = not args.late_norm, not args.norms_alone
     config = dummy.shard_of(dummy.MODELS[args.model], args.shard)
     if args.layers:
         config = replace(config, num_layers=args.layers)

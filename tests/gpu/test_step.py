@@ -174,11 +174,9 @@ def test_a_graph_gives_the_bits_of_single_eager_rows(engine: NativeEngine, alone
     assert_bits(captured_score(engine, width), alone, f"captured logits at width {width}")
 
 
-@pytest.mark.parametrize(("form", "value"), [("norm_in_next", False), ("select_in_next", True)])
-def test_other_forms_give_the_same_bits(engine: NativeEngine, alone: Tensor, form: str, value: bool) -> None:
-    """One row's norms in kernels of their own; its selection in gate_up's."""
+def test_norms_in_kernels_of_their_own_give_the_same_bits(engine: NativeEngine, alone: Tensor) -> None:
     other = load()
-    setattr(other.ops, form, value)
+    other.ops.norm_in_next = False
     assert_bits(other.score(IDS, window=1), alone, "logits")
     assert_bits(captured_score(other, 1), alone, "captured logits")
     for prompt in PROMPTS[:3]:

@@ -11,6 +11,7 @@ import device_checks as checks
 from device_checks import Place
 from emulator import ORDERS
 from ling_kernels.cuda.dense import DOWN_AHEAD, DenseOps, Gated
+from ling_kernels.cuda.tiles import router_parts
 from ling_kernels.ops import ROW_TILE, KernelError, Routing
 from settled import SettledDevice
 
@@ -127,13 +128,22 @@ def test_norms_in_the_kernels_after_leave_the_same_bits(device: SettledDevice, w
     )
     count = device.launched.count
     wide = width > 2048  # than what a projection's warps have on their way at once
-    assert (count("router_normed"), count("linear_normed")) == (3, 0 if wide else 3)
+    parts, _ = router_parts(place.ops._gate(torch.empty(4, width)).shape[1])
+    assert (count(f"router_normed_{parts}"), count("linear_normed")) == (3, 0 if wide else 3)
+    assert count(f"router_row_{parts}") == 3
     assert count("exchange_norm") == (9 if wide else 6)
 
 
 @pytest.mark.parametrize(
     ("experts", "chosen", "groups", "width", "inner", "shared"),
-    [(16, 4, 4, 48, 24, 24), (24, 2, 1, 136, 48, 88), (128, 8, 8, 384, 136, 16), (128, 8, 8, 1544, 40, 24)],
+    [
+        (16, 4, 4, 48, 24, 24),
+        (24, 2, 1, 136, 48, 88),
+        (128, 8, 8, 384, 136, 16),
+        (128, 8, 8, 1544, 40, 24),
+        (256, 8, 4, 136, 24, 24),
+        (512, 8, 8, 2080, 24, 40),
+    ],
 )
 def test_gate_up_can_select(
     device: SettledDevice, place: Place, experts: int, chosen: int, groups: int, width: int, inner: int, shared: int
@@ -142,7 +152,8 @@ def test_gate_up_can_select(
     device.launched.clear()
     checks.check_selection_in_gate_up(place, params, DenseOps(device))
     count = device.launched.count
-    assert count("experts_choose_gate_up") == count("route_select_8") == 1
+    assert count(f"experts_choose_gate_up_{1 if experts <= 128 else 4}") == 2
+    assert (count("route_select_8"), count("route_select_16")) == (2, 1)
 
 
 def test_norms_that_no_kernel_after_can_do(device: SettledDevice) -> None:
@@ -160,7 +171,7 @@ def test_norms_that_no_kernel_after_can_do(device: SettledDevice) -> None:
     place.constant(place.ops._gate(params.gate))
     x, weight = place.rand(ROW_TILE, 4104, seed=4), place.weight(4104, seed=5)
     _, h = place.ops.exchange_norm(x, x, weight, 1e-6, 1, lazy=True)
-    place.ops.route(h, params, 1)
+    place.ops.route(h, params, 1, lazy=True)
     assert launched[-3:] == ["exchange_norm", "router_8", "route_select_8"]
 
 
@@ -173,11 +184,6 @@ def test_experts(place: Place, width: int, inner: int, shared: int, limit: float
     for rows in (1, 3, 16):
         checks.check_experts(place, params, rows)
     checks.check_unchosen_experts_are_dropped(place, params)
-
-
-def test_asking_ahead_changes_nothing(device: SettledDevice, place: Place) -> None:
-    params = checks.moe_params(place, 16, 48, 24, 4, 4)
-    checks.check_asking_ahead_changes_nothing(place, params, DenseOps(device))
 
 
 def test_every_form_of_down_leaves_the_same_bits(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,14 +237,12 @@ def all_results(machine: SettledDevice) -> list[torch.Tensor]:
     _, values, ids, _ = place.ops.candidates
     rowwise = (total, h, routing.experts, routing.weights, out, mlp, projected, logits)
     one, normed = ops.exchange_norm(x, x, norm, 1e-6, 1, lazy=True)
-    first = ops.route(normed, params, 1)
-    alone = (one, normed, first.experts, first.weights)
+    first = ops.route(normed, params, 1, lazy=True)
+    alone = (one, normed, checks.whole(ops.experts(normed, first, params, 1)), first.experts, first.weights)
     one, normed = ops.exchange_norm(x, x, norm, 1e-6, 1, lazy=True)
     alone = (*alone, one, normed, ops.linear(normed, weight[:16], 1))
-    _, normed = ops.exchange_norm(x, x, norm, 1e-6, 1, lazy=True)
-    ops.select_in_next = True
-    chosen = ops.route(normed, params, 1, lazy=True)
-    alone = (*alone, checks.whole(ops.experts(normed, chosen, params, 1)), chosen.experts, chosen.weights)
+    first = ops.route(h, params, 1, lazy=True)
+    alone = (*alone, checks.whole(ops.experts(h, first, params, 1)), first.experts, first.weights)
     return [*(t[:rows] for t in rowwise), values[:, :rows], ids[:, :rows], *(t[:1] for t in alone)]
 
 

@@ -102,14 +102,10 @@ def test_norms_in_the_kernels_after_change_no_logit(
     engine.ops.norm_in_next = True
     device.launched.clear()
     assert_bits(engine.score(ids, window=1), want, "logits")
-    engine.ops.select_in_next = True
-    assert_bits(engine.score(ids, window=1), want, "logits where gate_up selects")
     count = device.launched.count
-    assert count("experts_choose_gate_up") == count("route_select_8") == len(ids)
-    device.launched.clear()
-    engine.ops.select_in_next = False
-    assert_bits(engine.score(ids, window=1), want, "logits")
-    assert count("linear_normed") == count("router_normed") == len(ids)  # of the second layer
+    assert count("linear_normed") == count("router_normed_1") == len(ids)  # of the second layer
+    assert count("experts_choose_gate_up_1") == len(ids)
+    assert not count("route_select_8")
     assert count("exchange_norm") == 2 * len(ids)  # before a dense MLP and before the head
 
 

@@ -71,13 +71,13 @@ def test_a_router_has_its_weights_on_their_way_at_once(width: int) -> None:
     assert each <= warps * tiles.DEPTH or (parts, warps) == (2, tiles.MAX_WARPS)
 
 
-@pytest.mark.parametrize("width", [8, 48, 1536, 2560, 8192])
-def test_a_shared_tile_has_its_warps_at_any_number_of_rows(width: int) -> None:
-    """Up to 2,560 values all chunks are on their way at once, and warps without one change no sum; beyond that a block
-    has all the warps that it may have."""
-    warps = tiles.shared_warps(width)
-    assert warps * tiles.SHARED_AHEAD >= tiles.num_chunks(width) or warps == tiles.MAX_WARPS
-    assert (width <= 2560) == (tiles.num_chunks(width) <= tiles.MAX_WARPS * tiles.SHARED_AHEAD)
+@pytest.mark.parametrize("width", [8, 48, 1536, 2560, 4096])
+@pytest.mark.parametrize("forms", [1, 3])
+def test_a_shared_tile_is_one_trip_of_weights_where_one_row_is_alone(width: int, forms: int) -> None:
+    """By the router's warps, of up to DEPTH chunks for each of its parts; the fp32 gate is three forms side by side."""
+    parts, warps = tiles.router_parts(forms * width)
+    assert warps * 256 >= width
+    assert tiles.shared_chunks(width, warps) <= parts * tiles.DEPTH
 
 
 def test_python_and_cuda_agree_on_constants() -> None:
@@ -88,5 +88,4 @@ def test_python_and_cuda_agree_on_constants() -> None:
 
     assert (constant("CHUNK"), constant("DEPTH"), constant("PITCH")) == (tiles.CHUNK, tiles.DEPTH, tiles.PITCH)
     assert (constant("MAX_EXPERTS"), constant("MAX_CHOSEN")) == (dense.MAX_EXPERTS, dense.MAX_CHOSEN)
-    assert constant("SHARED_AHEAD") == tiles.SHARED_AHEAD
     assert constant("HEAD_SLICES") == dense.HEAD_SLICES

@@ -19,7 +19,7 @@ from ling_kernels.cuda.tiles import (
     parts_for,
     router_parts,
     row_bytes,
-    shared_warps,
+    shared_chunks,
     sums_bytes,
     tiles_per_block,
     warps_for,
@@ -30,7 +30,7 @@ from ling_kernels.reference import moe as reference_moe
 
 MAX_EXPERTS, MAX_CHOSEN = 512, 8  # as in select.cuh
 MAX_SLOTS = ROW_TILE * MAX_CHOSEN + 1
-CHOOSING = 128  # experts that one warp of each of gate_up's blocks chooses from
+CHOOSING = 128  # experts of which a lane has four where gate_up chooses; of more it has sixteen
 PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS = 4, 4 + MAX_SLOTS, 4 + 2 * MAX_SLOTS + 2
 PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
@@ -81,14 +81,11 @@ class Candidates(NamedTuple):
 class DenseOps:
     """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16.
     For measurements, without effect on any bit: early_norm, exchange_norm lets the next kernel start before it waits
-    itself; early_linear, so does a projection that norms; norm_in_next, at one row the router's kernel, or that of a
-    short projection, does the exchange_norm before it; select_in_next, at one row gate_up's kernel selects its experts,
-    where it can; ask_for_down, the shared expert's down weights are asked for while the router selects."""
+    itself; norm_in_next, at one row the router's kernel, or that of a short projection, does the exchange_norm before
+    it."""
 
-    early_norm, early_linear = True, True
+    early_norm = True
     norm_in_next = True
-    select_in_next = False
-    ask_for_down = True
 
     def __init__(self, device: Device, gate_fp32: bool = False) -> None:
         self.device = device
@@ -161,8 +158,7 @@ class DenseOps:
             self._stream("linear", tiles, width, rows, [h, weight, out, rows, n, width])
         else:
             bytes_needed = sums_bytes(warps, rows) + row_bytes(width)
-            args = [*norm, weight, out, n, int(self.early_linear)]
-            self.device.launch("linear_normed", tiles, warps * 32, args, bytes_needed)
+            self.device.launch("linear_normed", tiles, warps * 32, [*norm, weight, out, n], bytes_needed)
         return out
 
     def linear_partial(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
@@ -228,31 +224,30 @@ class DenseOps:
         _width("hidden size", width)
         parts, warps = router_parts(gate.shape[1])
         logits = torch.empty(parts, ROW_TILE, count, dtype=torch.float32, device=h.device)
-        grid, bytes_needed, asked = (-(-count // 16), parts), sums_bytes(warps, rows, 1), [params.bias, 4 * count]
-        norm = self._take_unnormed(h, warps * 256 >= width)
-        if norm is None:
-            args = [h, gate, logits, rows, count, width, gate.shape[1], *asked]
-            self.device.launch(_named("router", rows), grid, warps * 32, args, bytes_needed)
+        tiles, bytes_needed = -(-count // 16), sums_bytes(warps, rows, 1)
+        fits = lazy and rows == 1 and warps * 256 >= width  # a tile of the shared expert is one trip of weights
+        norm = self._take_unnormed(h, fits)
+        args = [gate, logits, count, gate.shape[1], params.bias, 4 * count]
+        if not fits:
+            args = [h, *args[:2], rows, count, width, *args[3:]]
+            self.device.launch(_named("router", rows), (tiles, parts), warps * 32, args, bytes_needed)
             return self._select(logits, h, params, rows)
-        args = [*norm, gate, logits, count, gate.shape[1], *asked]
-        bytes_needed += row_bytes(width)
-        # where a block of the router has enough warps for a tile of the shared expert
-        later = self.select_in_next and lazy and parts == 1 and count <= CHOOSING and shared_warps(width) <= warps
-        if not later:
-            args += [None, None, None, 0, 0, 0.0, None, 0]
-            self.device.launch("router_normed", grid, warps * 32, args, bytes_needed)
-            return self._select(logits, h, params, rows)
-        routing, shared, tiles = self._begin(h, params, rows)
-        self.device.launch("router_normed", grid[0] + tiles, warps * 32, [*args, routing.plan, *shared], bytes_needed)
-        self.unselected = Unselected(routing, [logits, *_selection(params, routing)])
+        routing, shared, more, _ = self._begin(h, params, rows)
+        name, row = f"router_row_{parts}", [h, width]
+        if norm is not None:
+            name, row, bytes_needed = f"router_normed_{parts}", norm, bytes_needed + row_bytes(width)
+        grid = tiles + -(-more // parts), parts
+        self.device.launch(name, grid, warps * 32, [*row, *args, routing.plan, *shared], bytes_needed)
+        args = [logits, *_selection(params, routing), (parts - 1) * ROW_TILE * count]
+        self.unselected = Unselected(routing, args)
         return routing
 
     def _select(self, logits: Tensor, h: Tensor, params: MoeParams, rows: int) -> Routing:
         """logits [parts, ROW_TILE, E] fp32, one or two parts that are to be added."""
         parts, _, count = logits.shape
-        routing, shared, tiles = self._begin(h, params, rows)
+        routing, *shared = self._begin(h, params, rows)
         args = [logits, *_selection(params, routing), (parts - 1) * ROW_TILE * count]
-        self._launch_plan("route_select", [*args, h, rows, h.shape[1], *shared], tiles, h.shape[1], rows)
+        self._launch_plan("route_select", args, h, rows, *shared)
         return routing
 
     def _plan(self, h: Tensor, routing: Routing, params: MoeParams, rows: int) -> Routing:
@@ -260,19 +255,22 @@ class DenseOps:
         chosen = routing.experts.shape[1]
         if chosen > MAX_CHOSEN:
             raise KernelError(f"{chosen} experts for a token: at most {MAX_CHOSEN} are supported")
-        made, shared, tiles = self._begin(h, params, rows)
-        args = [routing.experts, routing.weights, made.plan, chosen, h, rows, h.shape[1], *shared]
-        self._launch_plan("route_plan", args, tiles, h.shape[1], rows)
+        made, *shared = self._begin(h, params, rows)
+        self._launch_plan("route_plan", [routing.experts, routing.weights, made.plan, chosen], h, rows, *shared)
         return made._replace(experts=routing.experts, weights=routing.weights)
 
-    def _launch_plan(self, name: str, args: list[Argument], tiles: int, width: int, rows: int) -> None:
+    def _launch_plan(
+        self, name: str, args: list[Argument], h: Tensor, rows: int, shared: list[Argument], tiles: int, warps: int
+    ) -> None:
         """One block makes a plan, a warp a row; the others have the shared expert's tiles."""
-        warps = max(rows, shared_warps(width))
+        warps = max(rows, warps)
+        args = [*args, h, rows, h.shape[1], *shared]
         self.device.launch(_named(name, rows), 1 + tiles, warps * 32, args, sums_bytes(warps, rows, 1))
 
-    def _begin(self, h: Tensor, params: MoeParams, rows: int) -> tuple[Routing, list[Argument], int]:
+    def _begin(self, h: Tensor, params: MoeParams, rows: int) -> tuple[Routing, list[Argument], int, int]:
         """What a kernel fills that makes a plan, with values [slots, ROW_TILE, pitch] that gate_up goes on with; how it
-        is to make the first slot's, the shared expert's; in how many tiles."""
+        is to make the first slot's, the shared expert's; in how many tiles, by how many warps each: the router's, at
+        any number of rows."""
         width, inner, shared = h.shape[1], params.down.shape[2], params.shared.down.shape[1]
         for size in (width, inner, shared):
             _width("size of an expert", size)
@@ -283,9 +281,9 @@ class DenseOps:
             torch.empty(PLAN_WORDS, dtype=torch.int32, device=device),
             h.new_empty(1 + min(params.gate.shape[0], rows * chosen), ROW_TILE, pitch),
         )
-        gate_up, down, limit = params.shared.gate_up, params.shared.down, float(params.shared.limit)
-        asked = down.numel() * down.element_size() if self.ask_for_down else 0
-        return routing, [gate_up, routing.begun, shared, pitch, limit, down, asked], -(-shared // 8)
+        _, warps = router_parts(self._gate(params.gate).shape[1])
+        args = [params.shared.gate_up, routing.begun, shared, pitch, float(params.shared.limit)]
+        return routing, [*args, shared_chunks(width, warps)], -(-shared // 8), warps
 
     def experts(self, h: Tensor, routing: Routing, params: MoeParams, rows: int | None) -> Tensor:
         if rows is None:
@@ -300,7 +298,8 @@ class DenseOps:
         if unselected is not None and unselected.routing is not routing:
             unselected = None
         if unselected is not None:
-            name, args = "experts_choose_gate_up", unselected.args
+            quads = 1 if params.gate.shape[0] <= CHOOSING else 4
+            name, args = f"experts_choose_gate_up_{quads}", unselected.args
         blocks = min((mid.shape[0] - 1) * tiles, self.device.resident(name, warps * 32, bytes_needed))
         args = [h, params.gate_up, *args, mid, inner, pitch, float(params.limit), rows, width]
         self.device.launch(name, blocks, warps * 32, args, bytes_needed)

@@ -14,7 +14,6 @@ LONG_WALK = 16
 # Of a block that leaves its sums in parts: few, so that it finds room while the kernel before it drains.
 PART_WARPS = 4
 MAX_PARTS = 8
-SHARED_AHEAD = 5  # as in shared.cuh
 # With 128 registers a thread, the most that the kernels use, a multiprocessor holds this many warps.
 WARPS_PER_SM = 16
 # Bytes that should be on their way per multiprocessor: 4.3 TB/s x 0.8 us / 132 is 26 KB at least; more hides the ramp.
@@ -88,9 +87,9 @@ def router_parts(width: int) -> tuple[int, int]:
     return parts, min(MAX_WARPS, -(-chunks // (parts * DEPTH)))
 
 
-def shared_warps(width: int) -> int:
-    """Warps of a block that has a tile of the shared expert, each SHARED_AHEAD chunks of K at once."""
-    return min(MAX_WARPS, -(-num_chunks(width) // SHARED_AHEAD))
+def shared_chunks(width: int, warps: int) -> int:
+    """Chunks of K, side by side, that each warp of a block has of a tile of the shared expert."""
+    return -(-num_chunks(width) // warps)
 
 
 def tiles_per_block(tiles: int, slots: int) -> int:

@@ -89,12 +89,13 @@ struct Selected {
   u32* plan;
 };
 
-// One row's choice by one warp of each block, from at most 4 · WARP experts.
+// One row's choice by one warp of each block, from at most 4 · QUADS · WARP experts.
+template <int QUADS>
 struct Choice {
   Router router;
   Logits logits;
   OneRow* at;
-  Share<1> share;
+  Share<QUADS> share;
   bool mine;
   int expert, below;
 
@@ -132,16 +133,18 @@ struct Choice {
   }
 };
 
+template <int QUADS>
 struct ChoosingGateUp : ExpertGateUp {
-  Choice* choice;
+  Choice<QUADS>* choice;
 
   __device__ __forceinline__ void ready() const { choice->choose(); }
   __device__ __forceinline__ int end() const { return choice->router.chosen * tiles(); }
   __device__ __forceinline__ void ask(Place& at) const { at.expert = choice->at->ids[min(at.slot, MAX_CHOSEN) - 1]; }
 };
 
+template <int QUADS>
 struct StoreChosen {
-  ChoosingGateUp source;
+  ChoosingGateUp<QUADS> source;
   Selected to;
   bf16* out;
   int pitch, live;
@@ -288,18 +291,21 @@ __device__ __forceinline__ void down_part(
 EXPERTS_GATE_UP(experts_gate_up_8, 1)
 EXPERTS_GATE_UP(experts_gate_up_16, 2)
 
-// The same for one row that is still to be selected, from at most 4 · WARP experts; arguments as for route_select.
-extern "C" __global__ void __launch_bounds__(512, 1) experts_choose_gate_up(
-    const bf16* x, const bf16* routed, const float* logits, const float* bias, i64* experts, float* weights, u32* plan,
-    int num_experts, int groups, int allowed_groups, int chosen, float scale, bf16* out, int inner, int pitch, float limit,
-    int live, int width) {
-  __shared__ OneRow row;
-  const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};
-  Choice choice(router, Logits{logits, 0}, bias, &row);
-  const ChoosingGateUp source = {{routed, plan, inner, width, int(gridDim.x)}, &choice};
-  StoreChosen store = {source, {experts, weights, plan}, out, pitch, live, limit, false};
-  stream_tiles<1>(source, Tokens{x, width, width, live}, Plain{}, store);
-}
+// The same for one row that is still to be selected, from at most 4 · QUADS · WARP experts; arguments as for route_select.
+#define EXPERTS_CHOOSE_GATE_UP(NAME, QUADS)                                                                       \
+  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
+      const bf16* x, const bf16* routed, const float* logits, const float* bias, i64* experts, float* weights,    \
+      u32* plan, int num_experts, int groups, int allowed_groups, int chosen, float scale, int second, bf16* out, \
+      int inner, int pitch, float limit, int live, int width) {                                                   \
+    __shared__ OneRow row;                                                                                        \
+    const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};                        \
+    Choice<QUADS> choice(router, Logits{logits, second}, bias, &row);                                             \
+    const ChoosingGateUp<QUADS> source = {{routed, plan, inner, width, int(gridDim.x)}, &choice};                 \
+    StoreChosen<QUADS> store = {source, {experts, weights, plan}, out, pitch, live, limit, false};                \
+    stream_tiles<1>(source, Tokens{x, width, width, live}, Plain{}, store);                                       \
+  }
+EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_1, 1)
+EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_4, 4)
 
 // x as gate_up and the plan's kernel left it, shared [width, shared_inner], routed [E, width, inner] -> out [parts, rows,
 // width] fp32, `live` rows of each. Grid: ceil(width / 16), parts; parts · warps chunks are at least as long as a row.

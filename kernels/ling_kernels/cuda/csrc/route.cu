@@ -15,26 +15,47 @@
 ROUTER(router_8, 1)
 ROUTER(router_16, 2)
 
-// The same for one row that exchange_norm's arguments make: x_out and h are written, too. Where gate_up is to select, plan is
-// given: it is cleared, and the blocks behind those of the router (see router_part) have the shared expert's tiles. Shared:
-// behind the warps' sums the row, k + 8 values.
-extern "C" __global__ void __launch_bounds__(512, 1) router_normed(
-    const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int k, float eps,
-    const bf16* w, float* out, int n, int width, const u8* asked, int bytes, u32* plan, const bf16* gate_up, bf16* mid,
-    int inner, int mid_pitch, float limit, const u8* ahead, int ahead_bytes) {
-  DYNAMIC_SHARED(shared);
-  __shared__ __align__(16) float warps[WARP];
-  bf16* row = reinterpret_cast<bf16*>(shared + blockDim.x / WARP * Sums<1>::SIZE * sizeof(float));
-  RowToNorm made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};
-  const int tiles = (n + 15) / 16;
-  if (int(blockIdx.x) >= tiles) {
-    const SharedExpert expert = {gate_up, mid, inner, mid_pitch, limit, ahead, ahead_bytes, 1, k};
-    return shared_tile<1>(made, expert, blockIdx.x - tiles);
-  }
-  if (blockIdx.x + blockIdx.y + threadIdx.x == 0) prefetch_l2(asked, u32(bytes));
-  router_part<1>(made, w, out, 1, n, k, width);
-  if (plan != nullptr && blockIdx.x + blockIdx.y == 0) clear_plan(plan);
+// The same for one row that gate_up is to select for: the plan is cleared, and the blocks behind those of the product have
+// the shared expert's tiles. A warp has up to DEPTH of a tile's chunks for each part of K, all on their way at once.
+template <int PARTS, class Source>
+__device__ __forceinline__ void router_one(
+    Source& x, const bf16* w, float* out, int n, int k, int width, const u8* asked, int bytes, u32* plan,
+    const SharedExpert& expert) {
+  const int behind = int(blockIdx.x) - (n + 15) / 16;
+  if (behind >= 0) return shared_tile<1, PARTS * DEPTH, true>(x, expert, behind * PARTS + blockIdx.y);
+  const bool first = blockIdx.x + blockIdx.y == 0;
+  if (first && threadIdx.x == 0) prefetch_l2(asked, u32(bytes));
+  router_part<1>(x, w, out, 1, n, k, width);
+  if (first) clear_plan(plan);
 }
+
+#define ROUTER_ROW(NAME, PARTS)                                                                                   \
+  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
+      const bf16* x, int k, const bf16* w, float* out, int n, int width, const u8* asked, int bytes, u32* plan,   \
+      const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, int each) {                              \
+    GivenRows row = {x};                                                                                          \
+    const SharedExpert expert = {gate_up, mid, inner, pitch, limit, each, 1, k};                                  \
+    router_one<PARTS>(row, w, out, n, k, width, asked, bytes, plan, expert);                                      \
+  }
+ROUTER_ROW(router_row_1, 1)
+ROUTER_ROW(router_row_2, 2)
+
+// The same for a row that exchange_norm's arguments make: x_out and h are written, too. TOGETHER: see Partial; the more
+// weights are under way, the fewer. Shared: behind the warps' sums the row, k + 8 values.
+#define ROUTER_NORMED(NAME, PARTS, TOGETHER)                                                                      \
+  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
+      const void* partial, int parts, int part_pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h,    \
+      int k, float eps, const bf16* w, float* out, int n, int width, const u8* asked, int bytes, u32* plan,       \
+      const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, int each) {                              \
+    DYNAMIC_SHARED(shared);                                                                                       \
+    __shared__ __align__(16) float warps[WARP];                                                                   \
+    bf16* row = reinterpret_cast<bf16*>(shared + blockDim.x / WARP * Sums<1>::SIZE * sizeof(float));              \
+    RowToNorm<TOGETHER> made = {{partial, parts, part_pitch}, x, weight, x_out, h, k, eps, row, warps};           \
+    const SharedExpert expert = {gate_up, mid, inner, pitch, limit, each, 1, k};                                  \
+    router_one<PARTS>(made, w, out, n, k, width, asked, bytes, plan, expert);                                     \
+  }
+ROUTER_NORMED(router_normed_1, 1, 4)
+ROUTER_NORMED(router_normed_2, 2, 2)
 
 struct Selection {
   int places[ROW_TILE][MAX_CHOSEN];
@@ -69,10 +90,10 @@ __device__ __forceinline__ void select_row(
   extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1) NAME(                                           \
       const float* logits, const float* bias, i64* experts, float* weights, u32* plan, int num_experts,           \
       int groups, int allowed_groups, int chosen, float scale, int second, const bf16* x, int live, int width,    \
-      const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, const u8* ahead, int bytes) {            \
+      const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, int each) {                              \
     if (blockIdx.x > 0) {                                                                                         \
       GivenRows rows = {x};                                                                                       \
-      return shared_tile<NT>(rows, {gate_up, mid, inner, pitch, limit, ahead, bytes, live, width}, blockIdx.x - 1);\
+      return shared_tile<NT, DEPTH, false>(rows, {gate_up, mid, inner, pitch, limit, each, live, width}, blockIdx.x - 1);\
     }                                                                                                             \
     __shared__ Selection shared;                                                                                  \
     const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};                        \
@@ -102,10 +123,10 @@ __device__ __forceinline__ void plan_rows(const i64* experts, const float* weigh
 #define ROUTE_PLAN(NAME, NT)                                                                                      \
   extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1) NAME(                                           \
       const i64* experts, const float* weights, u32* plan, int chosen, const bf16* x, int live, int width,        \
-      const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, const u8* ahead, int bytes) {            \
+      const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, int each) {                              \
     if (blockIdx.x == 0) return plan_rows(experts, weights, plan, chosen, live);                                  \
     GivenRows rows = {x};                                                                                         \
-    shared_tile<NT>(rows, {gate_up, mid, inner, pitch, limit, ahead, bytes, live, width}, blockIdx.x - 1);        \
+    shared_tile<NT, DEPTH, false>(rows, {gate_up, mid, inner, pitch, limit, each, live, width}, blockIdx.x - 1);         \
   }
 ROUTE_PLAN(route_plan_8, 1)
 ROUTE_PLAN(route_plan_16, 2)

@@ -1,39 +1,39 @@
-// The shared expert's gate and up projections. They depend on no choice, so they are made while one block selects and the
-// memory would be idle: their weights are on the way before the wait, all of them where a row has up to 2,560 values.
+// The shared expert's gate and up projections. They depend on no choice, so they are made where the memory would be idle:
+// beside the router's product of one row, which waits for a norm, or beside the selection of several. Their weights are on
+// the way before the wait.
 #pragma once
 #include "gemm.cuh"
 
-constexpr int SHARED_AHEAD = 5;  // chunks of K, side by side, that each of up to 16 warps asks for at once
-
-// Rows [*, width], gate_up [2 inner, width] -> mid [*, pitch], rows of `inner` values. ahead, bytes: asked for, in as many
-// pieces as there are tiles.
+// Rows [*, width], gate_up [2 inner, width] -> mid [*, pitch], rows of `inner` values. each: chunks of K that a warp has,
+// side by side; it follows from the width and the router's warps, never from the rows.
 struct SharedExpert {
   const bf16* gate_up;
   bf16* mid;
   int inner, pitch;
   float limit;
-  const u8* ahead;
-  int bytes, live, width;
-
-  __device__ __forceinline__ int tiles() const { return (inner + 7) / 8; }
+  int each, live, width;
 };
 
-// A block's tile of 8 gate and 8 up rows. x: as the router's. Shared: warps · 8 NT · PITCH floats.
-template <int NT, class Source>
+// A block's tile of 8 gate and 8 up rows. x: as the router's. AHEAD: chunks that a warp asks for at once, on which no bit
+// depends; ALL: it has no more. Warps behind those that have any add zeros. Shared: warps · 8 NT · PITCH floats.
+template <int NT, int AHEAD, bool ALL, class Source>
 __device__ __forceinline__ void shared_tile(Source& x, const SharedExpert& to, int tile) {
   DYNAMIC_SHARED(shared);
-  const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, group = threadIdx.x % WARP / 4;
-  const int hop = warps * SHARED_AHEAD * CHUNK;
-  int k = warp * SHARED_AHEAD * CHUNK + threadIdx.x % 4 * 8;
+  const int warp = threadIdx.x / WARP, group = threadIdx.x % WARP / 4, begin = warp * to.each * CHUNK;
+  const int end = min(begin + to.each * CHUNK, to.width);
+  int k = begin + threadIdx.x % 4 * 8, left = begin < end ? to.each : 0;
   const Rows rows = gate_up_rows(to.gate_up, to.inner, to.width, tile, group);
-  Chunk w[SHARED_AHEAD];
-  uint4 in[SHARED_AHEAD][NT] = {};  // zeros stay where a lane has no values of K
+  Chunk w[AHEAD] = {};
+  uint4 in[AHEAD][NT] = {};  // zeros stay where a lane has no values of K
+  auto ask = [&] {
 #pragma unroll
-  for (int s = 0; s < SHARED_AHEAD; ++s) load_chunk(w[s], rows, k + s * CHUNK, to.width);
-  if (threadIdx.x == 0) {
-    const int piece = (to.bytes / 16 + to.tiles() - 1) / to.tiles() * 16, left = to.bytes - tile * piece;
-    if (left > 0) prefetch_l2(to.ahead + tile * piece, u32(min(left, piece)));
-  }
+    for (int s = 0; s < AHEAD; ++s) {
+      const int at = k + s * CHUNK < end ? k + s * CHUNK : 0;
+      load_weights_into(w[s].low, rows.low + at, s < left);
+      load_weights_into(w[s].high, rows.high + at, s < left);
+    }
+  };
+  ask();
   int token[NT];
 #pragma unroll
   for (int n = 0; n < NT; ++n) {
@@ -51,23 +51,23 @@ __device__ __forceinline__ void shared_tile(Source& x, const SharedExpert& to, i
   wait_for_producer();
   x.make(1 + tile);
   float sums[NT][4] = {}, more[NT][4] = {};
-  for (int done = hop;; done += hop) {
+  while (true) {
 #pragma unroll
-    for (int s = 0; s < SHARED_AHEAD; ++s) {
+    for (int s = 0; s < AHEAD; ++s) {
 #pragma unroll
-      for (int n = 0; n < NT; ++n) x.take(in[s][n], token[n] + s * CHUNK, k + s * CHUNK < to.width);
+      for (int n = 0; n < NT; ++n) x.take(in[s][n], token[n] + s * CHUNK, k + s * CHUNK < end);
     }
 #pragma unroll
-    for (int s = 0; s < SHARED_AHEAD; ++s) multiply(sums, more, w[s], in[s], zero);
-    if (done >= to.width) break;
-    k += hop;
-#pragma unroll
-    for (int s = 0; s < SHARED_AHEAD; ++s) load_chunk(w[s], rows, k + s * CHUNK, to.width);
+    for (int s = 0; s < AHEAD; ++s) multiply(sums, more, w[s], in[s], zero);
+    left -= AHEAD;
+    if (ALL || left <= 0) break;
+    k += AHEAD * CHUNK;
+    ask();
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
-      token[n] += hop;
+      token[n] += AHEAD * CHUNK;
 #pragma unroll
-      for (int s = 0; s < SHARED_AHEAD; ++s) in[s][n] = make_uint4(0, 0, 0, 0);
+      for (int s = 0; s < AHEAD; ++s) in[s][n] = make_uint4(0, 0, 0, 0);
     }
   }
 #pragma unroll
