@@ -92,6 +92,12 @@ def shared_chunks(width: int, warps: int) -> int:
     return -(-num_chunks(width) // warps)
 
 
+def contest_bytes(experts: int) -> int:
+    """Shared memory in which a row's experts are chosen: Contest in select.cuh."""
+    quads = 1 if experts <= 128 else 2 if experts <= 256 else 4
+    return quads * 512 + 256
+
+
 def tiles_per_block(tiles: int, slots: int) -> int:
     """Tiles that each block takes so that all blocks are on the machine at once, `slots` of them at most."""
     return -(-tiles // max(1, slots))

@@ -310,6 +310,9 @@ inline u32 ordered(float x) {
   const u32 bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
+inline float from_ordered(u32 key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
 
 // Copies in the background: emulator::copy does them at once or, in other orders, when they are waited for.
 inline void copy16(void* to, const void* from) { emulator::copy(to, from, 16); }

@@ -259,6 +259,9 @@ __device__ __forceinline__ u32 ordered(float x) {
   const u32 bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
+__device__ __forceinline__ float from_ordered(u32 key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
 
 // Words that are no weights but settled: written several kernels ago and by none that may still run. They may be read
 // before the wait, from L2, because L1 may hold them as they were a step ago. Also for small weights that a block reads

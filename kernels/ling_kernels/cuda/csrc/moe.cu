@@ -77,7 +77,8 @@ struct StoreExpert {
 // What the blocks of one row's gate_up know of its choice, in shared memory: the chosen experts in ascending order and
 // their weights. One warp chooses: not the first of each block, for those of one multiprocessor share a scheduler.
 struct OneRow {
-  int places[MAX_CHOSEN], ids[MAX_CHOSEN];
+  Contest<1> contest;
+  int ids[MAX_CHOSEN];
   float weights[MAX_CHOSEN];
   int chooser;
 };
@@ -100,7 +101,7 @@ struct Choice {
   int expert, below;
 
   __device__ __forceinline__ Choice(const Router& router, const Logits& logits, const float* bias, OneRow* at)
-      : router(router), logits(logits), at(at), share(router, bias) {
+      : router(router), logits(logits), at(at), share(router, logits, bias) {
     const int warps = blockDim.x / WARP, slot = warp_slot();
     if (threadIdx.x == 0) at->chooser = ((slot / warps - slot) & 3) % warps;
     __syncthreads();
@@ -108,8 +109,8 @@ struct Choice {
   }
   __device__ __forceinline__ void choose() {
     if (mine) {
-      expert = choose_expert(router, share, logits, at->places);
-      below = Pick(expert, router.chosen).below;
+      expert = choose_expert(router, share, at->contest);
+      below = Pick(expert, router.chosen).below();
       if (int(threadIdx.x % WARP) < router.chosen) at->ids[below] = expert;
     }
     __syncthreads();

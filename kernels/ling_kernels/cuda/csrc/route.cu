@@ -57,35 +57,31 @@ ROUTER_ROW(router_row_2, 2)
 ROUTER_NORMED(router_normed_1, 1, 4)
 ROUTER_NORMED(router_normed_2, 2, 2)
 
-struct Selection {
-  int places[ROW_TILE][MAX_CHOSEN];
-  Chosen chosen;
-};
-
 template <int QUADS>
 __device__ __forceinline__ void select_row(
     const Router& router, const float* logits, int second, const float* bias, i64* experts, float* weights, u32* plan,
-    int live, Selection& shared) {
+    int live, Chosen& chosen) {
+  DYNAMIC_SHARED(shared);
   const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  const Share<QUADS> share(router, bias);
-  if (live > 1) shared.chosen.clear();
+  const Logits own = {logits + (row < live ? row : 0) * router.experts, second};
+  const Share<QUADS> share(router, own, bias);
+  if (live > 1) chosen.clear();
   let_next_start_early();  // gate_up touches nothing before its own wait
   wait_for_producer();
   if (row >= live) return;
-  const Logits own = {logits + row * router.experts, second};
-  const int expert = choose_expert(router, share, own, shared.places[row]);
+  const int expert = choose_expert(router, share, reinterpret_cast<Contest<QUADS>*>(shared)[row]);
   const float logit = own.of(expert);
   begin_plan(plan, live, row);  // while the logit is on its way
   const Pick pick(expert, router.chosen);
   const float weight = router_weight(router, logit);
   if (lane < router.chosen) experts[row * router.chosen + lane] = expert, weights[row * router.chosen + lane] = weight;
-  write_plan(shared.chosen, plan, live, (router.experts + WARP - 1) / WARP, pick, weight);
+  write_plan(chosen, plan, live, pick, weight);
 }
 
 // logits [parts, ROW_TILE, experts] fp32 and bias, both 16-byte aligned, groups of a multiple of four experts ->
 // experts [*, chosen], weights [*, chosen], plan. second: floats from the first part to the second, 0 with one. Grid:
 // 1, and a block for each of the shared expert's tiles (see shared.cuh). Block: a warp a row at least. Shared: warps · 8
-// NT · PITCH floats.
+// NT · PITCH floats, and a Contest a row at least.
 #define ROUTE_SELECT(NAME, NT)                                                                                    \
   extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1) NAME(                                           \
       const float* logits, const float* bias, i64* experts, float* weights, u32* plan, int num_experts,           \
@@ -95,7 +91,7 @@ __device__ __forceinline__ void select_row(
       GivenRows rows = {x};                                                                                       \
       return shared_tile<NT, DEPTH, false>(rows, {gate_up, mid, inner, pitch, limit, each, live, width}, blockIdx.x - 1);\
     }                                                                                                             \
-    __shared__ Selection shared;                                                                                  \
+    __shared__ Chosen shared;                                                                                     \
     const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};                        \
     if (num_experts <= 4 * WARP) {                                                                                \
       select_row<1>(router, logits, second, bias, experts, weights, plan, live, shared);                          \
@@ -116,7 +112,7 @@ __device__ __forceinline__ void plan_rows(const i64* experts, const float* weigh
   wait_for_producer();
   if (row >= live) return;
   begin_plan(plan, live, row);
-  write_plan(shared, plan, live, MAX_EXPERTS / WARP, Pick(int(experts[at]), chosen), weights[at]);
+  write_plan(shared, plan, live, Pick(int(experts[at]), chosen), weights[at]);
 }
 
 // The same from choices that were made elsewhere.

@@ -14,9 +14,6 @@ __device__ __forceinline__ u32 key_of(float value) { return ordered(value + 0.0f
 __device__ __forceinline__ u64 candidate(float value, int id) { return u64(key_of(value)) << 32 | u32(~id); }
 __device__ __forceinline__ int candidate_id(u64 c) { return int(~u32(c)); }
 __device__ __forceinline__ u32 candidate_key(u64 c) { return u32(c >> 32); }
-__device__ __forceinline__ float from_ordered(u32 key) {
-  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
 __device__ __forceinline__ float candidate_value(u64 c) { return from_ordered(candidate_key(c)); }
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 

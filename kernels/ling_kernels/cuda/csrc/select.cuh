@@ -36,7 +36,9 @@ struct Logits {
 
 // The instructions of a single warp are what the machine waits for here: short forms of exponential and quotient, off
 // by some 1e-6 of the score, the same for every row.
-__device__ __forceinline__ float router_score(float logit) { return __fdividef(1.0f, 1.0f + __expf(-logit)); }
+__device__ __forceinline__ float router_score(float logit) {
+  return quick_reciprocal(1.0f + quick_exp2(-1.4426950408889634f * logit));
+}
 
 // The two largest of what was seen.
 struct Top {
@@ -47,62 +49,66 @@ __device__ __forceinline__ Top top_of(const Top& a, const Top& b) {
   return {fmaxf(a.first, b.first), fmaxf(fminf(a.first, b.first), fmaxf(a.second, b.second))};
 }
 
-// One of a lane's candidates. key: its choice in the order of unsigned integers; 0: taken, or no expert.
-struct Candidate {
-  u32 key;
-  int expert;
+// An expert that may be chosen, as a number that is the larger, the better: its choice above, then the lower id.
+__device__ __forceinline__ u64 contender(u32 key, int expert) { return u64(key) << 32 | u32(~expert); }
+__device__ __forceinline__ int expert_of(u64 contender) { return int(~u32(contender)); }
+
+// What a row's warp chooses in, in shared memory: all choices, as its lanes hold them, and the contenders.
+template <int QUADS>
+struct Contest {
+  float4 choice[QUADS][WARP];
+  u64 best[WARP];
 };
 
-__device__ __forceinline__ void descend(Candidate& a, Candidate& b) {
-  const bool swap = b.key > a.key;  // equal ones keep their places
-  const Candidate low = swap ? a : b;
-  a = swap ? b : a;
-  b = low;
-}
-
-// The experts of one lane: up to QUADS times four, one after the other in one group, so that ids ascend from lane to
-// lane and of equal keys the lowest lane has the lowest id.
+// The experts of one lane: up to QUADS times four of one group, whose lanes take turns.
 template <int QUADS>
 struct Share {
-  int group, first, quads;  // group, first expert, how many quads there are
-  float bias[QUADS][4];
+  const float* logits[QUADS];
+  float bias[QUADS][4];  // -infinity where there is no expert
+  int second, group, member, first, step;
+  u32 all, fellows;  // its experts, the first one in the highest bit; the lanes of its group
 
-  __device__ __forceinline__ Share(const Router& router, const float* biases) {
-    const int lane = threadIdx.x % WARP, size = router.size(), member = (lane & (router.lanes() - 1)) * 4 * QUADS;
-    group = router.group_of(lane);
-    quads = max(0, min(QUADS, (size - member) / 4));
-    first = quads > 0 ? group * size + member : 0;  // of nothing: a place that can be read
+  __device__ __forceinline__ Share(const Router& router, const Logits& from, const float* biases) {
+    const int lane = threadIdx.x % WARP, size = router.size(), lanes = router.lanes();
+    second = from.second, group = router.group_of(lane), member = lane & (lanes - 1), step = 4 * lanes;
+    first = group * size + 4 * member;
+    const int quads = max(0, size - 4 * member + step - 1) >> (7 - router.group_bits);
+    all = (1u << 4 * QUADS) - (1u << 4 * (QUADS - quads)), fellows = (ALL >> (WARP - lanes)) << (lane - member);
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
-      const float4 v = load_settled(reinterpret_cast<const float4*>(biases + place(q)));
-      bias[q][0] = v.x, bias[q][1] = v.y, bias[q][2] = v.z, bias[q][3] = v.w;
+      const int place = q < quads ? first + q * step : 0;  // of nothing: what can be read
+      const float4 v = load_settled(reinterpret_cast<const float4*>(biases + place));
+      const float values[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) bias[q][i] = q < quads ? values[i] : -infinity();
+      logits[q] = from.row + place;
+      settle_here(logits[q]);
     }
+    settle_here(all), settle_here(fellows), settle_here(first);
   }
 
-  __device__ __forceinline__ int place(int q) const { return q < quads ? first + 4 * q : 0; }
-
   // What each expert is chosen by: score and bias, -infinity where that is no number or there is no expert.
-  __device__ __forceinline__ void choices(float (&to)[QUADS][4], const Logits& logits) const {
-    uint4 a[QUADS], b[QUADS];
+  __device__ __forceinline__ void choices(float (&to)[QUADS][4]) const {
+    uint4 a[QUADS], b[QUADS] = {};
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
-      a[q] = load_activations(logits.row + place(q));
-      b[q] = load_activations(logits.row + place(q) + logits.second);
+      a[q] = load_activations(logits[q]);
+      load_activations_into(b[q], logits[q] + second, second != 0);
     }
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
       const u32 parts[4][2] = {{a[q].x, b[q].x}, {a[q].y, b[q].y}, {a[q].z, b[q].z}, {a[q].w, b[q].w}};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float logit = logits.sum(__uint_as_float(parts[i][0]), __uint_as_float(parts[i][1]));
-        const float choice = fmaxf(router_score(logit) + bias[q][i], -infinity());  // fmaxf drops a NaN
-        to[q][i] = q < quads ? choice : -infinity();
+        const float logit = __uint_as_float(parts[i][0]) + __uint_as_float(parts[i][1]);
+        to[q][i] = fmaxf(router_score(logit) + bias[q][i], -infinity());  // fmaxf drops a NaN
       }
     }
   }
 
-  // Whether this lane's group is among the allowed ones: those with the largest sums of their two best.
-  __device__ __forceinline__ bool allowed(const Router& router, const float (&choice)[QUADS][4]) const {
+  // Which of this lane's experts may be chosen, as in `all`: those of the allowed groups, which have the largest sums of
+  // their two best. Of these pairs all are as good as the least of them: where they are enough, what is below it is out.
+  __device__ __forceinline__ u32 contenders(const Router& router, const float (&choice)[QUADS][4]) const {
     Top best = {-infinity(), -infinity()};
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
@@ -116,66 +122,77 @@ struct Share {
     const float mine = best.first + best.second;
     int better = 0;
 #pragma unroll 1
-    for (int from = 0; from < router.groups(); from += 8) {
-      float sum[8];
+    for (int from = member; from - member < router.groups(); from += 2 * router.lanes()) {  // each lane asks some
+      float sum[2];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sum[i] = __shfl_sync(ALL, mine, (from + i) * router.lanes());
+      for (int i = 0; i < 2; ++i) sum[i] = __shfl_sync(ALL, mine, (from + i * router.lanes()) * router.lanes());
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int other = from + i;  // past the last group it is some group again
-        better += (other < router.groups()) & ((sum[i] > mine) | ((sum[i] == mine) & (other < group)));
+      for (int i = 0; i < 2; ++i) {
+        const int other = from + i * router.lanes();  // past the last group it is some group again
+        const bool is = (other < router.groups()) & ((sum[i] > mine) | ((sum[i] == mine) & (other < group)));
+        better += __popc(__ballot_sync(ALL, is) & fellows);
       }
     }
-    return better < router.allowed_groups;
+    const bool allowed = better < router.allowed_groups;
+    const float pairs = from_ordered(warp_min(allowed ? ordered(best.second) : ordered(infinity())));
+    const float least = 2 * router.allowed_groups >= router.chosen ? pairs : -infinity();
+    const float finite = fmaxf(least, -3.402823466e38f);  // else two infinities would have no difference
+    u32 out = 0;
+#pragma unroll
+    for (int q = 0; q < QUADS; ++q) {
+      u32 signs = 0;  // a subtraction and a shift for each, where a comparison and its bit are three
+#pragma unroll
+      for (int i = 0; i < 4; ++i) signs = signs << 1 | __float_as_uint(choice[q][i] - finite) >> 31;
+      out = out << 4 | signs;
+    }
+    if (least == -infinity()) out = 0;
+    return allowed ? all & ~out : 0;
   }
 };
 
-// One warp's row: lane k's expert is the k-th best, for lanes below `chosen`. place: MAX_CHOSEN words of shared memory.
+// One warp's row: lane k's expert is the k-th best, for lanes below `chosen`. Contenders are some ten of any number of
+// experts, two a lane at most: they are listed, and each lane counts what is better than its own. Where the list is full,
+// its best stay.
 template <int QUADS>
-__device__ __forceinline__ int choose_expert(
-    const Router& router, const Share<QUADS>& share, const Logits& logits, int* place) {
+__device__ __forceinline__ int choose_expert(const Router& router, const Share<QUADS>& share, Contest<QUADS>& at) {
   const int lane = threadIdx.x % WARP;
   float choice[QUADS][4];
-  share.choices(choice, logits);
-  Candidate quad[QUADS][4];  // each quad in descending order
+  share.choices(choice);
 #pragma unroll
   for (int q = 0; q < QUADS; ++q) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      quad[q][i] = {q < share.quads ? ordered(choice[q][i]) : 0u, share.first + 4 * q + i};
-    }
-#pragma unroll
-    for (int turn = 0; turn < 2; ++turn) {
-      descend(quad[q][0], quad[q][1]), descend(quad[q][2], quad[q][3]);
-      descend(quad[q][1], quad[q][2]);
-    }
+    at.choice[q][lane] = {choice[q][0], choice[q][1], choice[q][2], choice[q][3]};
   }
-  const bool allowed = share.allowed(router, choice);
-#pragma unroll
-  for (int q = 0; q < QUADS; ++q) quad[q][0].key = allowed ? quad[q][0].key : 0u;  // what follows it never comes up
-#pragma unroll
-  for (int k = 0; k < MAX_CHOSEN; ++k) {  // those past `chosen` for nothing, but without a branch
-    u32 best = quad[0][0].key;
-#pragma unroll
-    for (int q = 1; q < QUADS; ++q) best = max(best, quad[q][0].key);
-    const u32 top = warp_max(best);
-    const u32 tied = __ballot_sync(ALL, best == top);
-    const bool owner = best == top && (tied & ((1u << lane) - 1)) == 0;
-    bool open = owner;
-    int expert = 0;
-#pragma unroll
-    for (int q = 0; q < QUADS; ++q) {
-      const bool taken = open && quad[q][0].key == top;
-      open = open && !taken;
-      expert = taken ? quad[q][0].expert : expert;
-#pragma unroll
-      for (int i = 0; i < 3; ++i) quad[q][i] = taken ? quad[q][i + 1] : quad[q][i];
-      quad[q][3].key = taken ? 0u : quad[q][3].key;
+  const float* own = &at.choice[0][lane].x;
+  u32 left = share.contenders(router, choice), open = __ballot_sync(ALL, left != 0);
+  int listed = 0;
+#pragma unroll 1
+  do {
+#pragma unroll 1
+    while (open != 0 && listed < WARP) {
+      const int to = listed + __popc(open & ((1u << lane) - 1));
+      if (left != 0 && to < WARP) {
+        const int bit = 31 - __clz(left), which = 4 * QUADS - 1 - bit, q = which / 4, i = which % 4;
+        left ^= 1u << bit;
+        at.best[to] = contender(ordered(own[q * 4 * WARP + i]), share.first + q * share.step + i);
+      }
+      listed = min(WARP, listed + __popc(open));
+      open = __ballot_sync(ALL, left != 0);
     }
-    if (owner) place[k] = expert;
-  }
-  __syncwarp();
-  return place[lane % MAX_CHOSEN];
+    if (lane >= listed) at.best[lane] = contender(0, 0);
+    __syncwarp();
+    const u64 mine = at.best[lane];
+    int better = 0;
+#pragma unroll 1
+    for (int from = 0; from < listed; from += 8) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) better += at.best[from + i] > mine;
+    }
+    __syncwarp();
+    if (better < MAX_CHOSEN) at.best[better] = mine;
+    __syncwarp();
+    listed = MAX_CHOSEN;
+  } while (open != 0);
+  return expert_of(at.best[lane % MAX_CHOSEN]);
 }
 
 // The weight of each lane's expert, by its logit: its share of the scores of the row's chosen ones, times the scale.
@@ -187,26 +204,46 @@ __device__ __forceinline__ float router_weight(const Router& router, float logit
   return __fdividef(score, total + 1e-20f) * router.scale;
 }
 
-// A lane of a row's plan. expert: its own, or past all others from lane `chosen` on. below: the row's experts with a
-// lower id.
+// A lane of a row's plan: its expert, or past all others from lane `chosen` on.
 struct Pick {
-  int expert, below;
+  int expert;
 
-  __device__ __forceinline__ Pick(int of_lane, int chosen) {
-    expert = threadIdx.x % WARP < chosen ? of_lane : MAX_EXPERTS;
-    below = 0;
+  __device__ __forceinline__ Pick(int of_lane, int chosen)
+      : expert(int(threadIdx.x) % WARP < chosen ? of_lane : MAX_EXPERTS) {}
+  // How many of the row's experts have a lower id.
+  __device__ __forceinline__ int below() const {
+    int count = 0;
 #pragma unroll
-    for (int k = 0; k < MAX_CHOSEN; ++k) below += __shfl_sync(ALL, expert, k) < expert;
+    for (int k = 0; k < MAX_CHOSEN; ++k) count += __shfl_sync(ALL, expert, k) < expert;
+    return count;
   }
 };
 
-// Rows that chose an expert, as a mask for each expert. Cleared before the wait, for more than one row.
+// Rows that chose an expert, as a mask for each expert, and a bit for each expert that any row chose; none at the end.
+// Cleared before the wait, for more than one row.
 struct Chosen {
-  u32 rows[MAX_EXPERTS];
+  u32 rows[MAX_EXPERTS], experts[MAX_EXPERTS / WARP + 1];
 
   __device__ __forceinline__ void clear() {
     for (int e = threadIdx.x; e < MAX_EXPERTS; e += blockDim.x) rows[e] = 0;
+    if (threadIdx.x <= MAX_EXPERTS / WARP) experts[threadIdx.x] = 0;
     __syncthreads();
+  }
+  __device__ __forceinline__ void add(int expert, int row) {
+    atomicOr(&rows[expert], 1u << row);
+    atomicOr(&experts[expert / WARP], 1u << expert % WARP);
+  }
+  // How many of the chosen experts have a lower id, which may be MAX_EXPERTS. Asked by whole warps.
+  __device__ __forceinline__ int below(int expert) const {
+    static_assert(MAX_EXPERTS / WARP == 16, "four steps add up the words below a lane's");
+    const int lane = threadIdx.x % WARP;
+    int count = lane > 0 && lane <= 16 ? __popc(experts[lane - 1]) : 0;
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) {
+      const int before = __shfl_up_sync(ALL, count, step);
+      count += lane >= step ? before : 0;
+    }
+    return __shfl_sync(ALL, count, expert / WARP) + __popc(experts[expert / WARP] & ((1u << expert % WARP) - 1));
   }
 };
 
@@ -223,29 +260,24 @@ __device__ __forceinline__ void begin_plan(u32* plan, int live, int row) {
   if (lane == 0 && row == 0) plan[PLAN_IDS] = 0, plan[PLAN_MASKS] = (1u << live) - 1;
 }
 
-// This warp's row in the plan of `live` rows, a warp each. Experts lie below 32 · words.
-__device__ __forceinline__ void write_plan(
-    Chosen& shared, u32* plan, int live, int words, const Pick& pick, float weight) {
+// This warp's row in the plan of `live` rows, a warp each.
+__device__ __forceinline__ void write_plan(Chosen& shared, u32* plan, int live, const Pick& pick, float weight) {
   const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const bool picks = pick.expert < MAX_EXPERTS;
-  int slot = 1 + pick.below;
+  int slot = 1;
   u32 rows = 1;
-  if (live > 1) {
-    if (picks) atomicOr(&shared.rows[pick.expert], 1u << row);
+  if (live == 1) {
+    slot += pick.below();
+    if (!picks && lane < MAX_CHOSEN) plan[PLAN_IDS + 1 + lane] = 0;
+  } else {
+    if (picks) shared.add(pick.expert, row);
     __syncthreads();
-    slot = 1;
-#pragma unroll 4
-    for (int word = 0; word < words; ++word) {
-      const u32 listed = __ballot_sync(ALL, shared.rows[word * WARP + lane] != 0);
-      const u32 lower = word * WARP > pick.expert ? 0u : (1u << pick.expert % WARP) - 1;
-      slot += __popc((word + 1) * WARP <= pick.expert ? listed : listed & lower);
-    }
+    slot += shared.below(pick.expert);
     if (picks) rows = shared.rows[pick.expert];
   }
   if (picks) {
     plan[PLAN_IDS + slot] = u32(pick.expert), plan[PLAN_MASKS + slot] = rows;
     plan[PLAN_WEIGHTS + slot * ROW_TILE + row] = __float_as_uint(weight);
   }
-  if (live == 1 && !picks && lane < MAX_CHOSEN) plan[PLAN_IDS + 1 + lane] = 0;
   if (threadIdx.x == WARP - 1) plan[0] = u32(slot);  // this lane's slot comes after all
 }
