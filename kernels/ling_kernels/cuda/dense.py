@@ -248,12 +248,7 @@ class DenseOps:
         parts, _, count = logits.shape
         routing, *shared = self._begin(h, params, rows)
         args = [logits, *_selection(params, routing), (parts - 1) * ROW_TILE * count]
-<<<<<<< HEAD
-        self._launch_plan("route_select", args, h, rows, *shared)
-=======
-        args = [*args, h, rows, h.shape[1], *shared]
-        self._launch_plan("route_select", args, tiles, h.shape[1], rows, rows * contest_bytes(count))
->>>>>>> w-rows
+        self._launch_plan("route_select", args, h, rows, *shared, least=rows * contest_bytes(count))
         return routing
 
     def _plan(self, h: Tensor, routing: Routing, params: MoeParams, rows: int) -> Routing:
@@ -266,22 +261,22 @@ class DenseOps:
         return made._replace(experts=routing.experts, weights=routing.weights)
 
     def _launch_plan(
-<<<<<<< HEAD
-        self, name: str, args: list[Argument], h: Tensor, rows: int, shared: list[Argument], tiles: int, warps: int
+        self,
+        name: str,
+        args: list[Argument],
+        h: Tensor,
+        rows: int,
+        shared: list[Argument],
+        tiles: int,
+        warps: int,
+        least: int = 0,
     ) -> None:
-        """One block makes a plan, a warp a row; the others have the shared expert's tiles."""
+        """One block makes a plan, a warp a row, in `least` bytes of shared memory; the others have the shared expert's
+        tiles."""
         warps = max(rows, warps)
         args = [*args, h, rows, h.shape[1], *shared]
-        self.device.launch(_named(name, rows), 1 + tiles, warps * 32, args, sums_bytes(warps, rows, 1))
-=======
-        self, name: str, args: list[Argument], tiles: int, width: int, rows: int, bytes_needed: int = 0
-    ) -> None:
-        """One block makes a plan, a warp a row, in bytes_needed of shared memory; the others have the shared expert's
-        tiles."""
-        warps = max(rows, shared_warps(width))
-        bytes_needed = max(bytes_needed, sums_bytes(warps, rows, 1))
+        bytes_needed = max(least, sums_bytes(warps, rows, 1))
         self.device.launch(_named(name, rows), 1 + tiles, warps * 32, args, bytes_needed)
->>>>>>> w-rows
 
     def _begin(self, h: Tensor, params: MoeParams, rows: int) -> tuple[Routing, list[Argument], int, int]:
         """What a kernel fills that makes a plan, with values [slots, ROW_TILE, pitch] that gate_up goes on with; how it

@@ -76,8 +76,9 @@ struct StoreExpert {
 
 // What the blocks of one row's gate_up know of its choice, in shared memory: the chosen experts in ascending order and
 // their weights. One warp chooses: not the first of each block, for those of one multiprocessor share a scheduler.
+template <int QUADS>
 struct OneRow {
-  Contest<1> contest;
+  Contest<QUADS> contest;
   int ids[MAX_CHOSEN];
   float weights[MAX_CHOSEN];
   int chooser;
@@ -95,12 +96,12 @@ template <int QUADS>
 struct Choice {
   Router router;
   Logits logits;
-  OneRow* at;
+  OneRow<QUADS>* at;
   Share<QUADS> share;
   bool mine;
   int expert, below;
 
-  __device__ __forceinline__ Choice(const Router& router, const Logits& logits, const float* bias, OneRow* at)
+  __device__ __forceinline__ Choice(const Router& router, const Logits& logits, const float* bias, OneRow<QUADS>* at)
       : router(router), logits(logits), at(at), share(router, logits, bias) {
     const int warps = blockDim.x / WARP, slot = warp_slot();
     if (threadIdx.x == 0) at->chooser = ((slot / warps - slot) & 3) % warps;
@@ -298,7 +299,7 @@ EXPERTS_GATE_UP(experts_gate_up_16, 2)
       const bf16* x, const bf16* routed, const float* logits, const float* bias, i64* experts, float* weights,    \
       u32* plan, int num_experts, int groups, int allowed_groups, int chosen, float scale, int second, bf16* out, \
       int inner, int pitch, float limit, int live, int width) {                                                   \
-    __shared__ OneRow row;                                                                                        \
+    __shared__ OneRow<QUADS> row;                                                                                 \
     const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};                        \
     Choice<QUADS> choice(router, Logits{logits, second}, bias, &row);                                             \
     const ChoosingGateUp<QUADS> source = {{routed, plan, inner, width, int(gridDim.x)}, &choice};                 \
