@@ -195,8 +195,8 @@ def check_norms_in_kernels_after(place: Place, params: MoeParams, n: int, alone:
 
 
 def check_selection_in_gate_up(place: Place, params: MoeParams, alone: Any) -> None:
-    """One row's experts selected by gate_up, with the norm in the router's kernel or, by the ops `alone`, before it: the
-    bits and the plan of a selection by itself, and the bits of a row beside others."""
+    """One row's experts selected by gate_up, with the norm in the router's kernel or, by the ops `alone`, before it:
+    bits and plan of a selection by itself, and the bits of a row beside others."""
     alone.norm_in_next = False
     width = params.gate.shape[1]
     x, weight = place.rand(ROW_TILE, width, seed=26, scale=3.0), place.weight(width, seed=27)
