@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from cold import Timing, copies_for, copy_bandwidth, print_table, time_graph, weight
+from torch import Tensor
 
 import ling_kernels
 from ling_kernels.cuda import CudaOps
@@ -90,17 +91,22 @@ def time_mlp_and_norm(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]
 
 def time_experts(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]:
     """Routing of random rows; the distinct experts are counted, so the bytes are what was read. The shared expert's
-    gate and up are made while the router selects."""
+    gate and up are made while the router selects. Then both as a step has them, where gate_up selects one row's."""
     width, inner = shape.hidden, shape.inner
     x = torch.randn(ROW_TILE, width, device="cuda").bfloat16()
     layers = [moe_params(shape) for _ in range(6)]
-    size = BF16 * (shape.experts * width + 2 * inner * width)
-    yield Timing("route, shared gate_up", rows, size, time_graph([_call(ops.route, x, p, rows) for p in layers]))
+    begun = BF16 * (shape.experts * width + 2 * inner * width)
+    yield Timing("route, shared gate_up", rows, begun, time_graph([_call(ops.route, x, p, rows) for p in layers]))
     routings = [ops.route(x, p, rows) for p in layers]
     slots = sum(int(r.plan[0]) for r in routings) / len(layers)
     size = BF16 * ((3 * slots - 2) * inner * width + 2 * rows * slots * inner + 2 * rows * width)
     calls = [_call(ops.experts, x, r, p, rows) for r, p in zip(routings, layers, strict=True)]
     yield Timing(f"experts ({slots - 1:.0f} + shared)", rows, size, time_graph(calls))
+
+    def both(params: MoeParams) -> Tensor:
+        return ops.experts(x, ops.route(x, params, rows, lazy=True), params, rows)
+
+    yield Timing("route and experts", rows, begun + size, time_graph([_call(both, p) for p in layers]))
 
 
 def _call(op: Callable, *args: object) -> Callable[[], object]:

@@ -139,12 +139,14 @@ def op_bytes(call: Call, context: int) -> float:
         case "mlp":
             return bytes_of(args[1]) + 2 * size * args[2] * args[0].shape[1]
         case "route":
-            return size * args[1].gate.numel() + size * args[2] * args[0].shape[1]
+            begun = args[1].shared.gate_up.nbytes if call.result.begun is not None else 0  # of the experts op
+            return size * args[1].gate.numel() + begun + size * args[2] * args[0].shape[1]
         case "experts":
             h, routing, params, rows = args
             distinct = routing.experts[:rows].unique().numel()
             each = params.gate_up[0].nbytes + params.down[0].nbytes
-            return distinct * each + bytes_of(params.shared) + 2 * size * rows * h.shape[1]
+            shared = bytes_of(params.shared) if routing.begun is None else params.shared.down.nbytes
+            return distinct * each + shared + 2 * size * rows * h.shape[1]
         case "verdict":
             return 4.0 * args[5] * args[0].shape[1]
         case "draft_context":

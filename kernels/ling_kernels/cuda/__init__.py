@@ -11,8 +11,8 @@ Conventions between the kernels' host sides:
 - `uncommitted`: a lazy kda_commit leaves its launch to `advance` of the verdict whose count it was given.
 - `Routing.begun`: values [slots, ROW_TILE, inner] between gate_up and down, of which whoever makes a plan makes the
   first slot's, the shared expert's.
-- `unselected`: a lazy route may leave one row's selection to `experts` of exactly that routing, whose first kernel then
-  writes experts, weights and plan.
+- `unselected`: a lazy route leaves one row's selection to `experts` of exactly that routing, whose first kernel then
+  writes experts, weights and plan; the router's has cleared that and made the first slot's values.
 - `candidates`: head leaves (logits, values, ids, span), the best of every `span` vocabulary rows for each live row:
   values [ranges, ROW_TILE] fp32 (NaN where a logit was not finite), ids [ranges, ROW_TILE] int32.
 """
