@@ -75,6 +75,28 @@ def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: P
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+def test_a_shared_tile_of_one_row_is_one_trip_for_its_tokens(arch: str, tmp_path: Path, compiled: Compiled) -> None:
+    kernels = disassembled(compiled("route", arch)[0], tmp_path)
+    for parts in (1, 2):
+        found = []
+        for way in ways(kernels[f"router_row_{parts}"]):
+            wait, product = (next(i for i, line in enumerate(way) if what in line) for what in ("ACQBULK", "HMMA"))
+            found.append(sum(bool(WIDE.search(line)) for line in way[wait:product]))
+        assert parts * 4 in found
+
+
+def test_gate_up_has_room_beside_a_router(compiled: Compiled) -> None:
+    """Of Flash on a rank of four: 10 warps of one and 7 of the other, from 64 K registers a multiprocessor."""
+    used = {}
+    for unit in ("route", "moe"):
+        log = compiled(unit, "sm_90")[1]
+        used |= dict(re.findall(r"Compiling entry function '(\w+)'.*?Used (\d+) registers", log, re.DOTALL))
+    each = {name: -(-int(count) // 8) * 8 * 32 for name, count in used.items()}
+    for router in ("router_row_2", "router_normed_2"):
+        assert 10 * each[router] + 7 * each["experts_choose_gate_up_4"] <= 64 * 1024
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("quads", [1, 4])
 def test_gate_up_that_selects_asks_for_the_logits_right_after_the_wait(
     quads: int, arch: str, tmp_path: Path, compiled: Compiled
