@@ -49,6 +49,8 @@ __device__ __forceinline__ Top top_of(const Top& a, const Top& b) {
   return {fmaxf(a.first, b.first), fmaxf(fminf(a.first, b.first), fmaxf(a.second, b.second))};
 }
 
+__device__ __forceinline__ Top top_of(const float (&of)[4]) { return top_of(top_of(of[0], of[1]), top_of(of[2], of[3])); }
+
 // An expert that may be chosen, as a number that is the larger, the better: its choice above, then the lower id.
 __device__ __forceinline__ u64 contender(u32 key, int expert) { return u64(key) << 32 | u32(~expert); }
 __device__ __forceinline__ int expert_of(u64 contender) { return int(~u32(contender)); }
@@ -109,11 +111,9 @@ struct Share {
   // Which of this lane's experts may be chosen, as in `all`: those of the allowed groups, which have the largest sums of
   // their two best. Of these pairs all are as good as the least of them: where they are enough, what is below it is out.
   __device__ __forceinline__ u32 contenders(const Router& router, const float (&choice)[QUADS][4]) const {
-    Top best = {-infinity(), -infinity()};
+    Top best = top_of(choice[0]);
 #pragma unroll
-    for (int q = 0; q < QUADS; ++q) {
-      best = top_of(best, top_of(top_of(choice[q][0], choice[q][1]), top_of(choice[q][2], choice[q][3])));
-    }
+    for (int q = 1; q < QUADS; ++q) best = top_of(best, top_of(choice[q]));
 #pragma unroll 1
     for (int step = 1; step < router.lanes(); step *= 2) {
       const float first_there = __shfl_xor_sync(ALL, best.first, step);
@@ -122,13 +122,15 @@ struct Share {
     const float mine = best.first + best.second;
     int better = 0;
 #pragma unroll 1
-    for (int from = member; from - member < router.groups(); from += 2 * router.lanes()) {  // each lane asks some
+    for (int from = 0; from < router.groups(); from += 2 * router.lanes()) {  // each lane of a group asks two others
       float sum[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) sum[i] = __shfl_sync(ALL, mine, (from + i * router.lanes()) * router.lanes());
+      for (int i = 0; i < 2; ++i) {
+        sum[i] = __shfl_sync(ALL, mine, (from + member + i * router.lanes()) * router.lanes());
+      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int other = from + i * router.lanes();  // past the last group it is some group again
+        const int other = from + member + i * router.lanes();  // past the last group it is some group again
         const bool is = (other < router.groups()) & ((sum[i] > mine) | ((sum[i] == mine) & (other < group)));
         better += __popc(__ballot_sync(ALL, is) & fellows);
       }
@@ -139,11 +141,9 @@ struct Share {
     const float finite = fmaxf(least, -3.402823466e38f);  // else two infinities would have no difference
     u32 out = 0;
 #pragma unroll
-    for (int q = 0; q < QUADS; ++q) {
-      u32 signs = 0;  // a subtraction and a shift for each, where a comparison and its bit are three
+    for (int q = 0; q < QUADS; ++q) {  // a subtraction and a shift for each: a comparison and its bit are three
 #pragma unroll
-      for (int i = 0; i < 4; ++i) signs = signs << 1 | __float_as_uint(choice[q][i] - finite) >> 31;
-      out = out << 4 | signs;
+      for (int i = 0; i < 4; ++i) out = out << 1 | __float_as_uint(choice[q][i] - finite) >> 31;
     }
     if (least == -infinity()) out = 0;
     return allowed ? all & ~out : 0;
@@ -171,9 +171,9 @@ __device__ __forceinline__ int choose_expert(const Router& router, const Share<Q
     while (open != 0 && listed < WARP) {
       const int to = listed + __popc(open & ((1u << lane) - 1));
       if (left != 0 && to < WARP) {
-        const int bit = 31 - __clz(left), which = 4 * QUADS - 1 - bit, q = which / 4, i = which % 4;
+        const u32 bit = 31 - __clz(left), which = 4 * QUADS - 1 - bit, q = which / 4, i = which % 4;
         left ^= 1u << bit;
-        at.best[to] = contender(ordered(own[q * 4 * WARP + i]), share.first + q * share.step + i);
+        at.best[to] = contender(ordered(own[q * 4 * WARP + i]), share.first + int(q * share.step + i));
       }
       listed = min(WARP, listed + __popc(open));
       open = __ballot_sync(ALL, left != 0);
@@ -184,8 +184,10 @@ __device__ __forceinline__ int choose_expert(const Router& router, const Share<Q
     int better = 0;
 #pragma unroll 1
     for (int from = 0; from < listed; from += 8) {
+      u32 above = 0;  // bits, for of a sum each step would await the one before
 #pragma unroll
-      for (int i = 0; i < 8; ++i) better += at.best[from + i] > mine;
+      for (int i = 0; i < 8; ++i) above |= at.best[from + i] > mine ? 1u << i : 0u;
+      better += __popc(above);
     }
     __syncwarp();
     if (better < MAX_CHOSEN) at.best[better] = mine;
@@ -201,7 +203,7 @@ __device__ __forceinline__ float router_weight(const Router& router, float logit
   float total = score;
 #pragma unroll
   for (int step = 1; step < MAX_CHOSEN; step *= 2) total += __shfl_xor_sync(ALL, total, step);
-  return __fdividef(score, total + 1e-20f) * router.scale;
+  return score * quick_reciprocal(total + 1e-20f) * router.scale;
 }
 
 // A lane of a row's plan: its expert, or past all others from lane `chosen` on.
@@ -209,7 +211,7 @@ struct Pick {
   int expert;
 
   __device__ __forceinline__ Pick(int of_lane, int chosen)
-      : expert(int(threadIdx.x) % WARP < chosen ? of_lane : MAX_EXPERTS) {}
+      : expert(int(threadIdx.x % WARP) < chosen ? of_lane : MAX_EXPERTS) {}
   // How many of the row's experts have a lower id.
   __device__ __forceinline__ int below() const {
     int count = 0;
