@@ -55,11 +55,12 @@ __device__ __forceinline__ Top top_of(const float (&of)[4]) { return top_of(top_
 __device__ __forceinline__ u64 contender(u32 key, int expert) { return u64(key) << 32 | u32(~expert); }
 __device__ __forceinline__ int expert_of(u64 contender) { return int(~u32(contender)); }
 
-// What a row's warp chooses in, in shared memory: all choices, as its lanes hold them, and the contenders.
+// What a row's warp chooses in, in shared memory: the choice of every expert; those that are listed.
 template <int QUADS>
 struct Contest {
-  float4 choice[QUADS][WARP];
-  u64 best[WARP];
+  __align__(16) float choice[QUADS * 4 * WARP];
+  u64 listed[WARP];
+  int ids[WARP];
 };
 
 // The experts of one lane: up to QUADS times four of one group, whose lanes take turns.
@@ -67,14 +68,14 @@ template <int QUADS>
 struct Share {
   const float* logits[QUADS];
   float bias[QUADS][4];  // -infinity where there is no expert
-  int second, group, member, first, step;
+  int second, group, member, first, step, quads;
   u32 all, fellows;  // its experts, the first one in the highest bit; the lanes of its group
 
   __device__ __forceinline__ Share(const Router& router, const Logits& from, const float* biases) {
     const int lane = threadIdx.x % WARP, size = router.size(), lanes = router.lanes();
     second = from.second, group = router.group_of(lane), member = lane & (lanes - 1), step = 4 * lanes;
     first = group * size + 4 * member;
-    const int quads = max(0, size - 4 * member + step - 1) >> (7 - router.group_bits);
+    quads = max(0, size - 4 * member + step - 1) >> (7 - router.group_bits);
     all = (1u << 4 * QUADS) - (1u << 4 * (QUADS - quads)), fellows = (ALL >> (WARP - lanes)) << (lane - member);
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
@@ -86,7 +87,7 @@ struct Share {
       logits[q] = from.row + place;
       settle_here(logits[q]);
     }
-    settle_here(all), settle_here(fellows), settle_here(first);
+    settle_here(all), settle_here(fellows), settle_here(first), settle_here(quads);
   }
 
   // What each expert is chosen by: score and bias, -infinity where that is no number or there is no expert.
@@ -150,9 +151,9 @@ struct Share {
   }
 };
 
-// One warp's row: lane k's expert is the k-th best, for lanes below `chosen`. Contenders are some ten of any number of
-// experts, two a lane at most: they are listed, and each lane counts what is better than its own. Where the list is full,
-// its best stay.
+// One warp's row: lane k's expert is the k-th best, for lanes below `chosen`; past them it is the last of these. Contenders
+// are some ten of any number of experts, two a lane at most: they are listed, and each lane counts what is better than its
+// own. Where the list is full, its best stay.
 template <int QUADS>
 __device__ __forceinline__ int choose_expert(const Router& router, const Share<QUADS>& share, Contest<QUADS>& at) {
   const int lane = threadIdx.x % WARP;
@@ -160,9 +161,9 @@ __device__ __forceinline__ int choose_expert(const Router& router, const Share<Q
   share.choices(choice);
 #pragma unroll
   for (int q = 0; q < QUADS; ++q) {
-    at.choice[q][lane] = {choice[q][0], choice[q][1], choice[q][2], choice[q][3]};
+    float4* to = reinterpret_cast<float4*>(at.choice + share.first + q * share.step);
+    if (q < share.quads) *to = {choice[q][0], choice[q][1], choice[q][2], choice[q][3]};
   }
-  const float* own = &at.choice[0][lane].x;
   u32 left = share.contenders(router, choice), open = __ballot_sync(ALL, left != 0);
   int listed = 0;
 #pragma unroll 1
@@ -170,31 +171,32 @@ __device__ __forceinline__ int choose_expert(const Router& router, const Share<Q
 #pragma unroll 1
     while (open != 0 && listed < WARP) {
       const int to = listed + __popc(open & ((1u << lane) - 1));
+      const u32 bit = 31 - __clz(left), which = 4 * QUADS - 1 - bit;
       if (left != 0 && to < WARP) {
-        const u32 bit = 31 - __clz(left), which = 4 * QUADS - 1 - bit, q = which / 4, i = which % 4;
+        at.ids[to] = share.first + int(which / 4 * share.step + which % 4);
         left ^= 1u << bit;
-        at.best[to] = contender(ordered(own[q * 4 * WARP + i]), share.first + int(q * share.step + i));
       }
       listed = min(WARP, listed + __popc(open));
       open = __ballot_sync(ALL, left != 0);
     }
-    if (lane >= listed) at.best[lane] = contender(0, 0);
     __syncwarp();
-    const u64 mine = at.best[lane];
+    u64 mine = contender(0, 0);
+    if (lane < listed) mine = contender(ordered(at.choice[at.ids[lane]]), at.ids[lane]);
+    at.listed[lane] = mine;
+    __syncwarp();
     int better = 0;
 #pragma unroll 1
     for (int from = 0; from < listed; from += 8) {
       u32 above = 0;  // bits, for of a sum each step would await the one before
 #pragma unroll
-      for (int i = 0; i < 8; ++i) above |= at.best[from + i] > mine ? 1u << i : 0u;
+      for (int i = 0; i < 8; ++i) above |= at.listed[from + i] > mine ? 1u << i : 0u;
       better += __popc(above);
     }
-    __syncwarp();
-    if (better < MAX_CHOSEN) at.best[better] = mine;
+    if (better < MAX_CHOSEN) at.ids[better] = expert_of(mine);
     __syncwarp();
     listed = MAX_CHOSEN;
   } while (open != 0);
-  return expert_of(at.best[lane % MAX_CHOSEN]);
+  return at.ids[min(lane, router.chosen - 1)];
 }
 
 // The weight of each lane's expert, by its logit: its share of the scores of the row's chosen ones, times the scale.
@@ -262,18 +264,23 @@ __device__ __forceinline__ void begin_plan(u32* plan, int live, int row) {
   if (lane == 0 && row == 0) plan[PLAN_IDS] = 0, plan[PLAN_MASKS] = (1u << live) - 1;
 }
 
-// This warp's row in the plan of `live` rows, a warp each.
-__device__ __forceinline__ void write_plan(Chosen& shared, u32* plan, int live, const Pick& pick, float weight) {
+// This warp's row in the plan of `live` rows, a warp each. weigh: the weight of each lane's expert, worked out beside its
+// slot: both are little but waiting. Returns it.
+template <class Weigh>
+__device__ __forceinline__ float write_plan(Chosen& shared, u32* plan, int live, const Pick& pick, const Weigh& weigh) {
   const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const bool picks = pick.expert < MAX_EXPERTS;
   int slot = 1;
   u32 rows = 1;
+  float weight;
   if (live == 1) {
+    weight = weigh();
     slot += pick.below();
     if (!picks && lane < MAX_CHOSEN) plan[PLAN_IDS + 1 + lane] = 0;
   } else {
     if (picks) shared.add(pick.expert, row);
     __syncthreads();
+    weight = weigh();
     slot += shared.below(pick.expert);
     if (picks) rows = shared.rows[pick.expert];
   }
@@ -282,4 +289,5 @@ __device__ __forceinline__ void write_plan(Chosen& shared, u32* plan, int live, 
     plan[PLAN_WEIGHTS + slot * ROW_TILE + row] = __float_as_uint(weight);
   }
   if (threadIdx.x == WARP - 1) plan[0] = u32(slot);  // this lane's slot comes after all
+  return weight;
 }
