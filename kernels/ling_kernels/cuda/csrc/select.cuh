@@ -56,11 +56,13 @@ __device__ __forceinline__ u64 contender(u32 key, int expert) { return u64(key) 
 __device__ __forceinline__ int expert_of(u64 contender) { return int(~u32(contender)); }
 
 // What a row's warp chooses in, in shared memory: the choice of every expert; those that are listed.
+constexpr int LISTED = 2 * MAX_CHOSEN;
+static_assert(LISTED == WARP / 2, "two lanes for each");
 template <int QUADS>
 struct Contest {
   __align__(16) float choice[QUADS * 4 * WARP];
-  u64 listed[WARP];
-  int ids[WARP];
+  u64 listed[LISTED];
+  int ids[LISTED];
 };
 
 // The experts of one lane: up to QUADS times four of one group, whose lanes take turns.
@@ -152,11 +154,11 @@ struct Share {
 };
 
 // One warp's row: lane k's expert is the k-th best, for lanes below `chosen`; past them it is the last of these. Contenders
-// are some ten of any number of experts, two a lane at most: they are listed, and each lane counts what is better than its
-// own. Where the list is full, its best stay.
+// are some ten of any number of experts, two a lane at most: they are listed, and two lanes count what is better than each.
+// Where the list is full, its best stay.
 template <int QUADS>
 __device__ __forceinline__ int choose_expert(const Router& router, const Share<QUADS>& share, Contest<QUADS>& at) {
-  const int lane = threadIdx.x % WARP;
+  const int lane = threadIdx.x % WARP, entry = lane % LISTED, half = lane / LISTED * MAX_CHOSEN;
   float choice[QUADS][4];
   share.choices(choice);
 #pragma unroll
@@ -169,30 +171,27 @@ __device__ __forceinline__ int choose_expert(const Router& router, const Share<Q
 #pragma unroll 1
   do {
 #pragma unroll 1
-    while (open != 0 && listed < WARP) {
+    while (open != 0 && listed < LISTED) {
       const int to = listed + __popc(open & ((1u << lane) - 1));
-      const u32 bit = 31 - __clz(left), which = 4 * QUADS - 1 - bit;
-      if (left != 0 && to < WARP) {
-        at.ids[to] = share.first + int(which / 4 * share.step + which % 4);
-        left ^= 1u << bit;
-      }
-      listed = min(WARP, listed + __popc(open));
+      const u32 bit = 31 - __clz(left | 1), which = 4 * QUADS - 1 - bit;
+      const int id = share.first + int(which / 4 * share.step + which % 4);
+      const bool fits = to < LISTED;
+      if (fits && left != 0) at.ids[to] = id;
+      left &= fits ? ~(1u << bit) : ALL;
+      listed = min(LISTED, listed + __popc(open));
       open = __ballot_sync(ALL, left != 0);
     }
     __syncwarp();
     u64 mine = contender(0, 0);
-    if (lane < listed) mine = contender(ordered(at.choice[at.ids[lane]]), at.ids[lane]);
-    at.listed[lane] = mine;
+    if (entry < listed) mine = contender(ordered(at.choice[at.ids[entry]]), at.ids[entry]);
+    if (lane < LISTED) at.listed[lane] = mine;
     __syncwarp();
-    int better = 0;
-#pragma unroll 1
-    for (int from = 0; from < listed; from += 8) {
-      u32 above = 0;  // bits, for of a sum each step would await the one before
+    u32 above = 0;  // bits, for of a sum each step would await the one before
 #pragma unroll
-      for (int i = 0; i < 8; ++i) above |= at.listed[from + i] > mine ? 1u << i : 0u;
-      better += __popc(above);
-    }
-    if (better < MAX_CHOSEN) at.ids[better] = expert_of(mine);
+    for (int i = 0; i < MAX_CHOSEN; ++i) above |= at.listed[half + i] > mine ? 1u << i : 0u;
+    int better = __popc(above);
+    better += __shfl_xor_sync(ALL, better, LISTED);
+    if (lane < LISTED && better < MAX_CHOSEN) at.ids[better] = expert_of(mine);
     __syncwarp();
     listed = MAX_CHOSEN;
   } while (open != 0);
