@@ -97,7 +97,7 @@ def test_router(device: SettledDevice, experts: int, chosen: int, groups: int, g
 
 @pytest.mark.parametrize(
     ("experts", "chosen", "groups"),
-    [(16, 4, 4), (24, 2, 1), (128, 8, 8), (256, 8, 2), (320, 8, 8), (512, 8, 8), (512, 8, 32)],
+    [(8, 2, 2), (16, 4, 4), (24, 2, 1), (128, 8, 8), (256, 8, 2), (320, 8, 8), (512, 8, 8), (512, 8, 32), (512, 8, 1)],
 )
 def test_selection(place: Place, experts: int, chosen: int, groups: int) -> None:
     params = checks.moe_params(place, experts, 8, 8, chosen, groups)

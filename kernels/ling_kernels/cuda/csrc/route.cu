@@ -73,9 +73,8 @@ __device__ __forceinline__ void select_row(
   const float logit = own.of(expert);
   begin_plan(plan, live, row);  // while the logit is on its way
   const Pick pick(expert, router.chosen);
-  const float weight = router_weight(router, logit);
+  const float weight = write_plan(chosen, plan, live, pick, [&] { return router_weight(router, logit); });
   if (lane < router.chosen) experts[row * router.chosen + lane] = expert, weights[row * router.chosen + lane] = weight;
-  write_plan(chosen, plan, live, pick, weight);
 }
 
 // logits [parts, ROW_TILE, experts] fp32 and bias, both 16-byte aligned, groups of a multiple of four experts ->
@@ -112,7 +111,8 @@ __device__ __forceinline__ void plan_rows(const i64* experts, const float* weigh
   wait_for_producer();
   if (row >= live) return;
   begin_plan(plan, live, row);
-  write_plan(shared, plan, live, Pick(int(experts[at]), chosen), weights[at]);
+  const float weight = weights[at];
+  write_plan(shared, plan, live, Pick(int(experts[at]), chosen), [&] { return weight; });
 }
 
 // The same from choices that were made elsewhere.

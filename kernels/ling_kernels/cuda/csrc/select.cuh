@@ -49,15 +49,20 @@ __device__ __forceinline__ Top top_of(const Top& a, const Top& b) {
   return {fmaxf(a.first, b.first), fmaxf(fminf(a.first, b.first), fmaxf(a.second, b.second))};
 }
 
+__device__ __forceinline__ Top top_of(const float (&of)[4]) { return top_of(top_of(of[0], of[1]), top_of(of[2], of[3])); }
+
 // An expert that may be chosen, as a number that is the larger, the better: its choice above, then the lower id.
 __device__ __forceinline__ u64 contender(u32 key, int expert) { return u64(key) << 32 | u32(~expert); }
 __device__ __forceinline__ int expert_of(u64 contender) { return int(~u32(contender)); }
 
-// What a row's warp chooses in, in shared memory: all choices, as its lanes hold them, and the contenders.
+// What a row's warp chooses in, in shared memory: the choice of every expert; those that are listed.
+constexpr int LISTED = 2 * MAX_CHOSEN;
+static_assert(LISTED == WARP / 2, "two lanes for each");
 template <int QUADS>
 struct Contest {
-  float4 choice[QUADS][WARP];
-  u64 best[WARP];
+  __align__(16) float choice[QUADS * 4 * WARP];
+  u64 listed[LISTED];
+  int ids[LISTED];
 };
 
 // The experts of one lane: up to QUADS times four of one group, whose lanes take turns.
@@ -65,14 +70,14 @@ template <int QUADS>
 struct Share {
   const float* logits[QUADS];
   float bias[QUADS][4];  // -infinity where there is no expert
-  int second, group, member, first, step;
+  int second, group, member, first, step, quads;
   u32 all, fellows;  // its experts, the first one in the highest bit; the lanes of its group
 
   __device__ __forceinline__ Share(const Router& router, const Logits& from, const float* biases) {
     const int lane = threadIdx.x % WARP, size = router.size(), lanes = router.lanes();
     second = from.second, group = router.group_of(lane), member = lane & (lanes - 1), step = 4 * lanes;
     first = group * size + 4 * member;
-    const int quads = max(0, size - 4 * member + step - 1) >> (7 - router.group_bits);
+    quads = max(0, size - 4 * member + step - 1) >> (7 - router.group_bits);
     all = (1u << 4 * QUADS) - (1u << 4 * (QUADS - quads)), fellows = (ALL >> (WARP - lanes)) << (lane - member);
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
@@ -84,7 +89,7 @@ struct Share {
       logits[q] = from.row + place;
       settle_here(logits[q]);
     }
-    settle_here(all), settle_here(fellows), settle_here(first);
+    settle_here(all), settle_here(fellows), settle_here(first), settle_here(quads);
   }
 
   // What each expert is chosen by: score and bias, -infinity where that is no number or there is no expert.
@@ -109,11 +114,9 @@ struct Share {
   // Which of this lane's experts may be chosen, as in `all`: those of the allowed groups, which have the largest sums of
   // their two best. Of these pairs all are as good as the least of them: where they are enough, what is below it is out.
   __device__ __forceinline__ u32 contenders(const Router& router, const float (&choice)[QUADS][4]) const {
-    Top best = {-infinity(), -infinity()};
+    Top best = top_of(choice[0]);
 #pragma unroll
-    for (int q = 0; q < QUADS; ++q) {
-      best = top_of(best, top_of(top_of(choice[q][0], choice[q][1]), top_of(choice[q][2], choice[q][3])));
-    }
+    for (int q = 1; q < QUADS; ++q) best = top_of(best, top_of(choice[q]));
 #pragma unroll 1
     for (int step = 1; step < router.lanes(); step *= 2) {
       const float first_there = __shfl_xor_sync(ALL, best.first, step);
@@ -122,13 +125,15 @@ struct Share {
     const float mine = best.first + best.second;
     int better = 0;
 #pragma unroll 1
-    for (int from = member; from - member < router.groups(); from += 2 * router.lanes()) {  // each lane asks some
+    for (int from = 0; from < router.groups(); from += 2 * router.lanes()) {  // each lane of a group asks two others
       float sum[2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) sum[i] = __shfl_sync(ALL, mine, (from + i * router.lanes()) * router.lanes());
+      for (int i = 0; i < 2; ++i) {
+        sum[i] = __shfl_sync(ALL, mine, (from + member + i * router.lanes()) * router.lanes());
+      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int other = from + i * router.lanes();  // past the last group it is some group again
+        const int other = from + member + i * router.lanes();  // past the last group it is some group again
         const bool is = (other < router.groups()) & ((sum[i] > mine) | ((sum[i] == mine) & (other < group)));
         better += __popc(__ballot_sync(ALL, is) & fellows);
       }
@@ -139,60 +144,58 @@ struct Share {
     const float finite = fmaxf(least, -3.402823466e38f);  // else two infinities would have no difference
     u32 out = 0;
 #pragma unroll
-    for (int q = 0; q < QUADS; ++q) {
-      u32 signs = 0;  // a subtraction and a shift for each, where a comparison and its bit are three
+    for (int q = 0; q < QUADS; ++q) {  // a subtraction and a shift for each: a comparison and its bit are three
 #pragma unroll
-      for (int i = 0; i < 4; ++i) signs = signs << 1 | __float_as_uint(choice[q][i] - finite) >> 31;
-      out = out << 4 | signs;
+      for (int i = 0; i < 4; ++i) out = out << 1 | __float_as_uint(choice[q][i] - finite) >> 31;
     }
     if (least == -infinity()) out = 0;
     return allowed ? all & ~out : 0;
   }
 };
 
-// One warp's row: lane k's expert is the k-th best, for lanes below `chosen`. Contenders are some ten of any number of
-// experts, two a lane at most: they are listed, and each lane counts what is better than its own. Where the list is full,
-// its best stay.
+// One warp's row: lane k's expert is the k-th best, for lanes below `chosen`; past them it is the last of these. Contenders
+// are some ten of any number of experts, two a lane at most: they are listed, and two lanes count what is better than each.
+// Where the list is full, its best stay.
 template <int QUADS>
 __device__ __forceinline__ int choose_expert(const Router& router, const Share<QUADS>& share, Contest<QUADS>& at) {
-  const int lane = threadIdx.x % WARP;
+  const int lane = threadIdx.x % WARP, entry = lane % LISTED, half = lane / LISTED * MAX_CHOSEN;
   float choice[QUADS][4];
   share.choices(choice);
 #pragma unroll
   for (int q = 0; q < QUADS; ++q) {
-    at.choice[q][lane] = {choice[q][0], choice[q][1], choice[q][2], choice[q][3]};
+    float4* to = reinterpret_cast<float4*>(at.choice + share.first + q * share.step);
+    if (q < share.quads) *to = {choice[q][0], choice[q][1], choice[q][2], choice[q][3]};
   }
-  const float* own = &at.choice[0][lane].x;
   u32 left = share.contenders(router, choice), open = __ballot_sync(ALL, left != 0);
   int listed = 0;
 #pragma unroll 1
   do {
 #pragma unroll 1
-    while (open != 0 && listed < WARP) {
+    while (open != 0 && listed < LISTED) {
       const int to = listed + __popc(open & ((1u << lane) - 1));
-      if (left != 0 && to < WARP) {
-        const int bit = 31 - __clz(left), which = 4 * QUADS - 1 - bit, q = which / 4, i = which % 4;
-        left ^= 1u << bit;
-        at.best[to] = contender(ordered(own[q * 4 * WARP + i]), share.first + q * share.step + i);
-      }
-      listed = min(WARP, listed + __popc(open));
+      const u32 bit = 31 - __clz(left | 1), which = 4 * QUADS - 1 - bit;
+      const int id = share.first + int(which / 4 * share.step + which % 4);
+      const bool fits = to < LISTED;
+      if (fits && left != 0) at.ids[to] = id;
+      left &= fits ? ~(1u << bit) : ALL;
+      listed = min(LISTED, listed + __popc(open));
       open = __ballot_sync(ALL, left != 0);
     }
-    if (lane >= listed) at.best[lane] = contender(0, 0);
     __syncwarp();
-    const u64 mine = at.best[lane];
-    int better = 0;
-#pragma unroll 1
-    for (int from = 0; from < listed; from += 8) {
+    u64 mine = contender(0, 0);
+    if (entry < listed) mine = contender(ordered(at.choice[at.ids[entry]]), at.ids[entry]);
+    if (lane < LISTED) at.listed[lane] = mine;
+    __syncwarp();
+    u32 above = 0;  // bits, for of a sum each step would await the one before
 #pragma unroll
-      for (int i = 0; i < 8; ++i) better += at.best[from + i] > mine;
-    }
-    __syncwarp();
-    if (better < MAX_CHOSEN) at.best[better] = mine;
+    for (int i = 0; i < MAX_CHOSEN; ++i) above |= at.listed[half + i] > mine ? 1u << i : 0u;
+    int better = __popc(above);
+    better += __shfl_xor_sync(ALL, better, LISTED);
+    if (lane < LISTED && better < MAX_CHOSEN) at.ids[better] = expert_of(mine);
     __syncwarp();
     listed = MAX_CHOSEN;
   } while (open != 0);
-  return expert_of(at.best[lane % MAX_CHOSEN]);
+  return at.ids[min(lane, router.chosen - 1)];
 }
 
 // The weight of each lane's expert, by its logit: its share of the scores of the row's chosen ones, times the scale.
@@ -201,7 +204,7 @@ __device__ __forceinline__ float router_weight(const Router& router, float logit
   float total = score;
 #pragma unroll
   for (int step = 1; step < MAX_CHOSEN; step *= 2) total += __shfl_xor_sync(ALL, total, step);
-  return __fdividef(score, total + 1e-20f) * router.scale;
+  return score * quick_reciprocal(total + 1e-20f) * router.scale;
 }
 
 // A lane of a row's plan: its expert, or past all others from lane `chosen` on.
@@ -209,7 +212,7 @@ struct Pick {
   int expert;
 
   __device__ __forceinline__ Pick(int of_lane, int chosen)
-      : expert(int(threadIdx.x) % WARP < chosen ? of_lane : MAX_EXPERTS) {}
+      : expert(int(threadIdx.x % WARP) < chosen ? of_lane : MAX_EXPERTS) {}
   // How many of the row's experts have a lower id.
   __device__ __forceinline__ int below() const {
     int count = 0;
@@ -260,18 +263,23 @@ __device__ __forceinline__ void begin_plan(u32* plan, int live, int row) {
   if (lane == 0 && row == 0) plan[PLAN_IDS] = 0, plan[PLAN_MASKS] = (1u << live) - 1;
 }
 
-// This warp's row in the plan of `live` rows, a warp each.
-__device__ __forceinline__ void write_plan(Chosen& shared, u32* plan, int live, const Pick& pick, float weight) {
+// This warp's row in the plan of `live` rows, a warp each. weigh: the weight of each lane's expert, worked out beside its
+// slot: both are little but waiting. Returns it.
+template <class Weigh>
+__device__ __forceinline__ float write_plan(Chosen& shared, u32* plan, int live, const Pick& pick, const Weigh& weigh) {
   const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const bool picks = pick.expert < MAX_EXPERTS;
   int slot = 1;
   u32 rows = 1;
+  float weight;
   if (live == 1) {
+    weight = weigh();
     slot += pick.below();
     if (!picks && lane < MAX_CHOSEN) plan[PLAN_IDS + 1 + lane] = 0;
   } else {
     if (picks) shared.add(pick.expert, row);
     __syncthreads();
+    weight = weigh();
     slot += shared.below(pick.expert);
     if (picks) rows = shared.rows[pick.expert];
   }
@@ -280,4 +288,5 @@ __device__ __forceinline__ void write_plan(Chosen& shared, u32* plan, int live, 
     plan[PLAN_WEIGHTS + slot * ROW_TILE + row] = __float_as_uint(weight);
   }
   if (threadIdx.x == WARP - 1) plan[0] = u32(slot);  // this lane's slot comes after all
+  return weight;
 }
