@@ -239,16 +239,14 @@ class DenseOps:
             name, row, bytes_needed = f"router_normed_{parts}", norm, bytes_needed + row_bytes(width)
         grid = tiles + -(-more // parts), parts
         self.device.launch(name, grid, warps * 32, [*row, *args, routing.plan, *shared], bytes_needed)
-        args = [logits, *_selection(params, routing), (parts - 1) * ROW_TILE * count]
-        self.unselected = Unselected(routing, args)
+        self.unselected = Unselected(routing, _selection(logits, params, routing))
         return routing
 
     def _select(self, logits: Tensor, h: Tensor, params: MoeParams, rows: int) -> Routing:
         """logits [parts, ROW_TILE, E] fp32, one or two parts that are to be added."""
-        parts, _, count = logits.shape
         routing, *shared = self._begin(h, params, rows)
-        args = [logits, *_selection(params, routing), (parts - 1) * ROW_TILE * count]
-        self._launch_plan("route_select", args, h, rows, *shared, least=rows * contest_bytes(count))
+        least = rows * contest_bytes(logits.shape[2])
+        self._launch_plan("route_select", _selection(logits, params, routing), h, rows, *shared, least=least)
         return routing
 
     def _plan(self, h: Tensor, routing: Routing, params: MoeParams, rows: int) -> Routing:
@@ -306,13 +304,12 @@ class DenseOps:
         warps = warps_for(params.experts_per_token * tiles, width, self.device.properties.num_sms)
         name, args, bytes_needed = _named("experts_gate_up", rows), [plan], sums_bytes(warps, rows)
         unselected, self.unselected = self.unselected, None
-        if unselected is not None and unselected.routing is not routing:
-            unselected = None
-        if unselected is not None:
+        selects = unselected is not None and unselected.routing is routing
+        if selects:
             quads = 1 if params.gate.shape[0] <= CHOOSING else 4
             name, args = f"experts_choose_gate_up_{quads}", unselected.args
         blocks = min((mid.shape[0] - 1) * tiles, self.device.resident(name, warps * 32, bytes_needed))
-        args = [h, params.gate_up, *args, mid, inner, pitch, float(params.limit), rows, width]
+        args = [h, params.gate_up, *args, mid, inner, pitch, float(params.limit), *([] if selects else [rows]), width]
         self.device.launch(name, blocks, warps * 32, args, bytes_needed)
         warps, parts = down_shape(pitch)
         out = torch.empty(parts, h.shape[0], width, dtype=torch.float32, device=h.device)
@@ -390,10 +387,10 @@ def _check_router(params: MoeParams) -> None:
         raise KernelError(f"{params.topk_group} groups of {count // groups} experts: too few for a token's choices")
 
 
-def _selection(params: MoeParams, to: Routing) -> list[Argument]:
-    """Arguments of a selection behind its logits."""
-    args = [params.bias, to.experts, to.weights, to.plan, params.gate.shape[0], params.n_group, params.topk_group]
-    return [*args, params.experts_per_token, float(params.scale)]
+def _selection(logits: Tensor, params: MoeParams, to: Routing) -> list[Argument]:
+    """Arguments of a selection from logits [parts, ROW_TILE, E]."""
+    args = [logits, params.bias, to.experts, to.weights, to.plan, logits.shape[2], params.n_group, params.topk_group]
+    return [*args, params.experts_per_token, float(params.scale), (logits.shape[0] - 1) * logits.stride(0)]
 
 
 def _named(name: str, rows: int) -> str:

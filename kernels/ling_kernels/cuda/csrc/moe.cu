@@ -149,7 +149,7 @@ struct StoreChosen {
   ChoosingGateUp<QUADS> source;
   Selected to;
   bf16* out;
-  int pitch, live;
+  int pitch;
   float limit;
   bool weighed;
   Own<1, 8> own;
@@ -160,7 +160,7 @@ struct StoreChosen {
   }
   __device__ __forceinline__ void operator()(const ExpertGateUp::Place& at, const Sums<1>& sums) {
     const int row = at.within * 8 + own.value, begin = at.slot * ROW_TILE * pitch + row;
-    own.each(row < source.inner ? live : 0, [&](int token, int place) {
+    own.each(row < source.inner ? 1 : 0, [&](int token, int place) {
       const float2 sum = sums.at(place, own.up(token));
       out[begin + token * pitch] = to_bf16(source.choice->at->weights[at.slot - 1] * swiglu(sum.x, sum.y, limit));
     });
@@ -294,17 +294,18 @@ EXPERTS_GATE_UP(experts_gate_up_8, 1)
 EXPERTS_GATE_UP(experts_gate_up_16, 2)
 
 // The same for one row that is still to be selected, from at most 4 · QUADS · WARP experts; arguments as for route_select.
+// By up to 512 threads; 544 for 120 registers at most, which let seven warps in beside ten of the router.
 #define EXPERTS_CHOOSE_GATE_UP(NAME, QUADS)                                                                       \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
+  extern "C" __global__ void __launch_bounds__(544, 1) NAME(                                                      \
       const bf16* x, const bf16* routed, const float* logits, const float* bias, i64* experts, float* weights,    \
       u32* plan, int num_experts, int groups, int allowed_groups, int chosen, float scale, int second, bf16* out, \
-      int inner, int pitch, float limit, int live, int width) {                                                   \
+      int inner, int pitch, float limit, int width) {                                                             \
     __shared__ OneRow<QUADS> row;                                                                                 \
     const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};                        \
     Choice<QUADS> choice(router, Logits{logits, second}, bias, &row);                                             \
     const ChoosingGateUp<QUADS> source = {{routed, plan, inner, width, int(gridDim.x)}, &choice};                 \
-    StoreChosen<QUADS> store = {source, {experts, weights, plan}, out, pitch, live, limit, false};                \
-    stream_tiles<1>(source, Tokens{x, width, width, live}, Plain{}, store);                                       \
+    StoreChosen<QUADS> store = {source, {experts, weights, plan}, out, pitch, limit, false};                      \
+    stream_tiles<1>(source, Tokens{x, width, width, 1}, Plain{}, store);                                          \
   }
 EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_1, 1)
 EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_4, 4)

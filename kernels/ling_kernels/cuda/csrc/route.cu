@@ -88,7 +88,8 @@ __device__ __forceinline__ void select_row(
       const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, int each) {                              \
     if (blockIdx.x > 0) {                                                                                         \
       GivenRows rows = {x};                                                                                       \
-      return shared_tile<NT, DEPTH, false>(rows, {gate_up, mid, inner, pitch, limit, each, live, width}, blockIdx.x - 1);\
+      const SharedExpert expert = {gate_up, mid, inner, pitch, limit, each, live, width};                         \
+      return shared_tile<NT, DEPTH, false>(rows, expert, blockIdx.x - 1);                                         \
     }                                                                                                             \
     __shared__ Chosen shared;                                                                                     \
     const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};                        \
@@ -122,7 +123,8 @@ __device__ __forceinline__ void plan_rows(const i64* experts, const float* weigh
       const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, int each) {                              \
     if (blockIdx.x == 0) return plan_rows(experts, weights, plan, chosen, live);                                  \
     GivenRows rows = {x};                                                                                         \
-    shared_tile<NT, DEPTH, false>(rows, {gate_up, mid, inner, pitch, limit, each, live, width}, blockIdx.x - 1);         \
+    const SharedExpert expert = {gate_up, mid, inner, pitch, limit, each, live, width};                           \
+    shared_tile<NT, DEPTH, false>(rows, expert, blockIdx.x - 1);                                                  \
   }
 ROUTE_PLAN(route_plan_8, 1)
 ROUTE_PLAN(route_plan_16, 2)
