@@ -116,9 +116,10 @@ struct Choice {
     }
     __syncthreads();
   }
-  // While weights are on their way.
+  // While the first tile's weights are on their way.
   __device__ __forceinline__ void weigh(const Selected& to) {
     if (!mine) return;
+    mine = false;
     const int lane = threadIdx.x % WARP;
     const float weight = router_weight(router, logits.of(expert));
     if (lane < router.chosen) at->weights[below] = weight;
@@ -151,12 +152,10 @@ struct StoreChosen {
   bf16* out;
   int pitch;
   float limit;
-  bool weighed;
   Own<1, 8> own;
 
   __device__ __forceinline__ void expect(const ExpertGateUp::Place&) {
-    if (!weighed) source.choice->weigh(to);
-    weighed = true;
+    source.choice->weigh(to);
   }
   __device__ __forceinline__ void operator()(const ExpertGateUp::Place& at, const Sums<1>& sums) {
     const int row = at.within * 8 + own.value, begin = at.slot * ROW_TILE * pitch + row;
@@ -294,9 +293,8 @@ EXPERTS_GATE_UP(experts_gate_up_8, 1)
 EXPERTS_GATE_UP(experts_gate_up_16, 2)
 
 // The same for one row that is still to be selected, from at most 4 · QUADS · WARP experts; arguments as for route_select.
-// By up to 512 threads; 544 for 120 registers at most, which let seven warps in beside ten of the router.
 #define EXPERTS_CHOOSE_GATE_UP(NAME, QUADS)                                                                       \
-  extern "C" __global__ void __launch_bounds__(544, 1) NAME(                                                      \
+  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
       const bf16* x, const bf16* routed, const float* logits, const float* bias, i64* experts, float* weights,    \
       u32* plan, int num_experts, int groups, int allowed_groups, int chosen, float scale, int second, bf16* out, \
       int inner, int pitch, float limit, int width) {                                                             \
@@ -304,7 +302,7 @@ EXPERTS_GATE_UP(experts_gate_up_16, 2)
     const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};                        \
     Choice<QUADS> choice(router, Logits{logits, second}, bias, &row);                                             \
     const ChoosingGateUp<QUADS> source = {{routed, plan, inner, width, int(gridDim.x)}, &choice};                 \
-    StoreChosen<QUADS> store = {source, {experts, weights, plan}, out, pitch, limit, false};                      \
+    StoreChosen<QUADS> store = {source, {experts, weights, plan}, out, pitch, limit};                             \
     stream_tiles<1>(source, Tokens{x, width, width, 1}, Plain{}, store);                                          \
   }
 EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_1, 1)
