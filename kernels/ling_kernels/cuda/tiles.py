@@ -95,7 +95,7 @@ def shared_chunks(width: int, warps: int) -> int:
 def contest_bytes(experts: int) -> int:
     """Shared memory in which a row's experts are chosen: Contest in select.cuh."""
     quads = 1 if experts <= 128 else 2 if experts <= 256 else 4
-    return quads * 512 + 16 * 12
+    return quads * 512 + 192
 
 
 def tiles_per_block(tiles: int, slots: int) -> int:

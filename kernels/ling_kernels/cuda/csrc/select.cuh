@@ -48,22 +48,25 @@ __device__ __forceinline__ Top top_of(float a, float b) { return {fmaxf(a, b), f
 __device__ __forceinline__ Top top_of(const Top& a, const Top& b) {
   return {fmaxf(a.first, b.first), fmaxf(fminf(a.first, b.first), fmaxf(a.second, b.second))};
 }
-
-__device__ __forceinline__ Top top_of(const float (&of)[4]) { return top_of(top_of(of[0], of[1]), top_of(of[2], of[3])); }
+__device__ __forceinline__ Top top_of(const float (&of)[4]) {
+  return top_of(top_of(of[0], of[1]), top_of(of[2], of[3]));
+}
 
 // An expert that may be chosen, as a number that is the larger, the better: its choice above, then the lower id.
 __device__ __forceinline__ u64 contender(u32 key, int expert) { return u64(key) << 32 | u32(~expert); }
 __device__ __forceinline__ int expert_of(u64 contender) { return int(~u32(contender)); }
 
-// What a row's warp chooses in, in shared memory: the choice of every expert; those that are listed.
 constexpr int LISTED = 2 * MAX_CHOSEN;
 static_assert(LISTED == WARP / 2, "two lanes for each");
+
+// What a row's warp chooses in, in shared memory: the choice of every expert; those that are listed, and their ids.
 template <int QUADS>
 struct Contest {
   __align__(16) float choice[QUADS * 4 * WARP];
   u64 listed[LISTED];
   int ids[LISTED];
 };
+static_assert(sizeof(Contest<1>) == 512 + 192 && sizeof(Contest<4>) == 4 * 512 + 192, "as in tiles.py");
 
 // The experts of one lane: up to QUADS times four of one group, whose lanes take turns.
 template <int QUADS>
@@ -112,7 +115,7 @@ struct Share {
   }
 
   // Which of this lane's experts may be chosen, as in `all`: those of the allowed groups, which have the largest sums of
-  // their two best. Of these pairs all are as good as the least of them: where they are enough, what is below it is out.
+  // their two best. Where these pairs are as many as a row chooses, what is worse than all of them is out.
   __device__ __forceinline__ u32 contenders(const Router& router, const float (&choice)[QUADS][4]) const {
     Top best = top_of(choice[0]);
 #pragma unroll
@@ -153,9 +156,9 @@ struct Share {
   }
 };
 
-// One warp's row: lane k's expert is the k-th best, for lanes below `chosen`; past them it is the last of these. Contenders
-// are some ten of any number of experts, two a lane at most: they are listed, and two lanes count what is better than each.
-// Where the list is full, its best stay.
+// One warp's row: lane k's expert is the k-th best, for lanes below `chosen`; past them it is the last of these. The
+// contenders, mostly some ten, two a lane at most, are listed, and two lanes count what is better than each. Of a full
+// list the best stay.
 template <int QUADS>
 __device__ __forceinline__ int choose_expert(const Router& router, const Share<QUADS>& share, Contest<QUADS>& at) {
   const int lane = threadIdx.x % WARP, entry = lane % LISTED, half = lane / LISTED * MAX_CHOSEN;
