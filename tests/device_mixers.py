@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from device_checks import Place, assert_near
-from ling_kernels.cuda.dense import Candidates
+from ling_kernels.cuda.lazy import Candidates
 from ling_kernels.ops import (
     MAX_STOP_IDS,
     ROW_TILE,

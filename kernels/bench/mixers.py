@@ -17,7 +17,7 @@ from torch import Tensor
 
 import ling_kernels
 from ling_kernels.cuda import CudaOps
-from ling_kernels.cuda.dense import Candidates
+from ling_kernels.cuda.lazy import Candidates
 from ling_kernels.ops import (
     MAX_STOP_IDS,
     RING_HEADER,

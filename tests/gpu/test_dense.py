@@ -13,7 +13,7 @@ from torch import Tensor
 import device_checks as checks
 from device_checks import Place
 from ling_kernels.cuda import CudaOps
-from ling_kernels.cuda.dense import Gated
+from ling_kernels.cuda.lazy import Gated
 from ling_kernels.ops import ROW_TILE, MoeParams
 from parity import assert_bits
 

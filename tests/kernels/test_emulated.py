@@ -10,7 +10,8 @@ import torch
 import device_checks as checks
 from device_checks import Place
 from emulator import ORDERS
-from ling_kernels.cuda.dense import DOWN_AHEAD, DenseOps, Gated
+from ling_kernels.cuda.dense import DOWN_AHEAD, DenseOps
+from ling_kernels.cuda.lazy import Gated
 from ling_kernels.cuda.tiles import router_parts
 from ling_kernels.ops import ROW_TILE, KernelError, Routing
 from settled import SettledDevice

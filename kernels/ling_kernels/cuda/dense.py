@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ling_kernels.cuda.driver import Argument, Device
+from ling_kernels.cuda.lazy import Candidates, Gated, Unembedded, Unnormed, Unselected
 from ling_kernels.cuda.prefill import prefill_experts, prefill_mlp
 from ling_kernels.cuda.tiles import (
     CHUNK,
@@ -37,46 +37,6 @@ PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
 DOWN_AHEAD = (9, 8), (10, 6, 5)  # slots that the forms of experts_down ask for at once, for up to 8 and 16 tokens
 HEAD_SLICES = 8  # sums of squares of a head that lacks its norm, as in part.cu
-
-
-class Gated(NamedTuple):
-    """Output of KDA that still lacks its norm: o [R, P], sums of squares [ROW_TILE, H, slices] fp32."""
-
-    o: Tensor
-    sums: Tensor
-    eps: float
-
-
-class Unnormed(NamedTuple):
-    """A row that is still to be added and normed: h, which is not there yet, and the arguments of that."""
-
-    h: Tensor
-    args: list[Argument]
-
-
-class Unselected(NamedTuple):
-    """A row's routing that is not there yet, but for what is begun, and the arguments of its selection."""
-
-    routing: Routing
-    args: list[Argument]
-
-
-class Unembedded(NamedTuple):
-    """Rows that are still to be looked up: x, which is not there yet, and where they come from."""
-
-    x: Tensor
-    ids: Tensor
-    table: Tensor
-
-
-class Candidates(NamedTuple):
-    """Best logit of every `span` rows of the vocabulary: values [ranges, ROW_TILE] fp32, NaN where one was not
-    finite; ids [ranges, ROW_TILE] int32, the lowest of equal ones."""
-
-    logits: Tensor
-    values: Tensor
-    ids: Tensor
-    span: int
 
 
 class DenseOps:

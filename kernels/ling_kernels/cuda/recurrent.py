@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.dense import Gated
 from ling_kernels.cuda.driver import Argument, Device
+from ling_kernels.cuda.lazy import Gated
 from ling_kernels.ops import ROW_TILE, KdaParams, KdaStaged, KernelError, Limits
 
 HEAD, SLICES, THREADS, RECORD = 128, 8, 256, 516  # as in kda.cuh
@@ -31,12 +31,11 @@ class Uncommitted(NamedTuple):
 
 class RecurrentOps:
     """Contracts in `ling_kernels.ops.Ops`. A head's norm is left to the projection that follows (`Gated`), a commit to
-    `advance`. keep_one_row, for measurements: a step's only row advances the state in kda_verify."""
+    `advance`; a step's only row advances the state in kda_verify."""
 
     device: Device
     gated: Gated | None
     uncommitted: Uncommitted | None = None
-    keep_one_row = True
 
     def kda_verify(
         self, proj: Tensor, conv: Tensor, state: Tensor, params: KdaParams, rows: int, limits: Limits | None = None
@@ -48,7 +47,7 @@ class RecurrentOps:
         out = proj.new_empty(proj.shape[0], heads * HEAD)
         sums = torch.empty(ROW_TILE, heads, SLICES, dtype=torch.float32, device=proj.device)
         inputs = [proj, conv, state, params.conv, params.a_log, params.dt_bias, params.o_norm]
-        advances = limits is not None and rows == 1 and self.keep_one_row
+        advances = limits is not None and rows == 1
         words = [limits.remaining, limits.done] if advances else [None, None]
         args = [out, sums, staged.states, staged.inputs, *inputs, heads, rows, float(params.lower_bound), *words]
         self.device.launch(_named("kda_verify_sums", proj), heads * SLICES, THREADS, args)

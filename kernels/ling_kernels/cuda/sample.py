@@ -12,7 +12,7 @@ from ling_kernels.cuda.driver import Argument, Device
 from ling_kernels.ops import DRAFT_BEST, RING_HEADER, ROW_TILE, KernelError, Limits, Proposal, Sampling, Verdict
 
 if TYPE_CHECKING:
-    from ling_kernels.cuda.dense import Candidates
+    from ling_kernels.cuda.lazy import Candidates
 
 BLOCKS, THREADS, OWN_SPANS = 64, 256, 512  # as in sample.cuh
 BINS, CHOOSERS, MAX_LISTED, CUT_WORDS = 2048, 512, 2048, 5  # as in choose.cuh
@@ -31,14 +31,12 @@ class Scratch(NamedTuple):
 
 
 class SampleOps:
-    """Contracts in `ling_kernels.ops.Ops`. listed: values that may be unsure before a slower way is taken. rehearse,
-    for measurements: a greedy verdict goes through its instructions before it waits."""
+    """Contracts in `ling_kernels.ops.Ops`. listed: values that may be unsure before a slower way is taken."""
 
     device: Device
     candidates: Candidates | None
     _commit_and_advance: Callable[[Tensor, list[Argument]], bool]
     listed = MAX_LISTED
-    rehearse = True
     _scratch: Scratch | None = None
 
     def verdict(
@@ -66,7 +64,7 @@ class SampleOps:
             drawn, bad, *_ = self.draw(logits, positions, sampling, rows)
             name, args = "sample_verdict", [drawn, bad]
         args += [drafts, limits.remaining, limits.stop_ids, limits.done, limits.step]
-        args += [tokens, count, anchor, done, entry, rows, *([int(self.rehearse)] if known else [])]
+        args += [tokens, count, anchor, done, entry, rows]
         self.device.launch(name, 1, ROW_TILE * 32, args)
         return Verdict(tokens, count, anchor, done, entry)
 

@@ -220,11 +220,11 @@ extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1)
 }
 
 // What a thread looks at: every `apart`-th of the `whole` spans of row `column`, from `first` on, and of the logits past
-// them, a row's tail, as many apart, from `begin` on. known: 1, or 0 in a rehearsal, where the pointers are to anything.
+// them, a row's tail, as many apart, from `begin` on.
 struct Look {
   const float *values, *tail;
   const int* ids;
-  int column, first, begin, apart, whole, vocab, known;
+  int column, first, begin, apart, whole, vocab;
 };
 struct Found {
   u64 span, tail;
@@ -246,12 +246,10 @@ __device__ __forceinline__ Found look(Look at) {
 #pragma unroll
     for (int j = 0; j < SPANS; j++) {
       const int place = max(min(at.first + j * at.apart, at.whole - 1), 0) * ROW_TILE + at.column;
-      value[j] = load_activation(at.values + place * at.known), id[j] = load_activation(at.ids + place * at.known);
+      value[j] = load_activation(at.values + place), id[j] = load_activation(at.ids + place);
     }
 #pragma unroll
-    for (int j = 0; j < TAIL; j++) {
-      rest[j] = load_activation(at.tail + min(at.begin + j * at.apart, at.vocab - 1) * at.known);
-    }
+    for (int j = 0; j < TAIL; j++) rest[j] = load_activation(at.tail + min(at.begin + j * at.apart, at.vocab - 1));
 #pragma unroll
     for (int j = 0; j < SPANS; j++) see(found.span, found.bad_span, value[j], min(id[j], at.vocab - 1), at.whole > 0);
 #pragma unroll
@@ -261,48 +259,38 @@ __device__ __forceinline__ Found look(Look at) {
   return found;
 }
 
-// The same, greedy, from the best logits of the head's spans: values, ids [spans, ROW_TILE] of `size` rows each. rehearse:
-// what follows the wait is gone through once before it, for nothing. Its instructions have left the caches since the step
-// before, and would be fetched one line after the other when all wait for them.
+// The same, greedy, from the best logits of the head's spans: values, ids [spans, ROW_TILE] of `size` rows each.
 extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1)
     sample_verdict_best(const float* logits, int stride, int vocab, const float* values, const int* ids, int size,
-                        VERDICT_ARGUMENTS, int rehearse) {
+                        VERDICT_ARGUMENTS) {
   __shared__ VerdictShared s;
   __shared__ u64 parts[WARP][ROW_TILE + 1];
   __shared__ u32 wrong[WARP][ROW_TILE + 1];
   const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP, whole = vocab / size;
   const VerdictJob job{drafts, remaining, stop_ids, done, step, rows};
   const Words words = job.read();
+  Look at{values, logits + i64(min(row, rows - 1)) * stride, ids, 0, 0, whole * size, WARP, whole, vocab};
   let_next_start_early();  // as short as a launch
-#pragma unroll 1
-  for (int turn = rehearse != 0 ? 0 : 1; turn < 2; turn++) {
-    const float* anything = reinterpret_cast<const float*>(stop_ids);
-    Look at{anything, anything, reinterpret_cast<const int*>(stop_ids), 0, 0, whole * size, WARP, whole, vocab, turn};
-    if (turn > 0) {
-      wait_for_producer();
-      at.values = values, at.tail = logits + i64(min(row, rows - 1)) * stride, at.ids = ids;
-    }
-    Found found;
-    if (rows == 1) {  // all threads look at row 0
-      at.first += threadIdx.x, at.begin += threadIdx.x, at.apart = ROW_TILE * WARP;
-      found = look<1, 1>(at);
-      found.span = warp_best(found.span > found.tail ? found.span : found.tail);
-      found.bad_span = __any_sync(ALL, found.bad_span || found.bad_tail);
-      if (lane == 0) parts[row][0] = found.span, wrong[row][0] = found.bad_span;
-    } else {  // a thread at one row's spans, so that neighbours read neighbours; a warp at its row's tail
-      at.column = threadIdx.x % ROW_TILE, at.first = threadIdx.x / ROW_TILE, at.begin += lane;
-      found = look<12, 16>(at);
-      parts[threadIdx.x / ROW_TILE][at.column] = found.span, wrong[threadIdx.x / ROW_TILE][at.column] = found.bad_span;
-    }
-    __syncthreads();
-    const bool there = rows > 1 || lane < ROW_TILE;
-    u64 best = there ? parts[lane][row] : 0;
-    bool bad = there && wrong[lane][row] != 0;
-    if (rows > 1) best = found.tail > best ? found.tail : best, bad |= found.bad_tail;
-    best = warp_best(best), bad = __any_sync(ALL, bad);
-    decide(job, words, candidate_id(best), bad, {tokens, count, anchor, done_out, entry}, s, turn > 0);
-    if (turn == 0) __syncthreads();
+  wait_for_producer();
+  Found found;
+  if (rows == 1) {  // all threads look at row 0
+    at.first += threadIdx.x, at.begin += threadIdx.x, at.apart = ROW_TILE * WARP;
+    found = look<1, 1>(at);
+    found.span = warp_best(found.span > found.tail ? found.span : found.tail);
+    found.bad_span = __any_sync(ALL, found.bad_span || found.bad_tail);
+    if (lane == 0) parts[row][0] = found.span, wrong[row][0] = found.bad_span;
+  } else {  // a thread at one row's spans, so that neighbours read neighbours; a warp at its row's tail
+    at.column = threadIdx.x % ROW_TILE, at.first = threadIdx.x / ROW_TILE, at.begin += lane;
+    found = look<12, 16>(at);
+    parts[threadIdx.x / ROW_TILE][at.column] = found.span, wrong[threadIdx.x / ROW_TILE][at.column] = found.bad_span;
   }
+  __syncthreads();
+  const bool there = rows > 1 || lane < ROW_TILE;
+  u64 best = there ? parts[lane][row] : 0;
+  bool bad = there && wrong[lane][row] != 0;
+  if (rows > 1) best = found.tail > best ? found.tail : best, bad |= found.bad_tail;
+  best = warp_best(best), bad = __any_sync(ALL, bad);
+  decide(job, words, candidate_id(best), bad, {tokens, count, anchor, done_out, entry}, s);
 }
 
 extern "C" __global__ void __launch_bounds__(ADVANCERS) sample_advance(ADVANCE_ARGUMENTS) {

@@ -38,9 +38,9 @@ struct VerdictOut {
   i64* entry;  // [RING_HEADER + ROW_TILE]
 };
 
-// ROW_TILE warps; row r's token and whether its logits are not finite, by warp r. writes: false in a rehearsal.
+// ROW_TILE warps; row r's token and whether its logits are not finite, by warp r.
 __device__ __forceinline__ void decide(const VerdictJob& job, const Words& words, int token, bool bad,
-                                       const VerdictOut& out, VerdictShared& s, bool writes = true) {
+                                       const VerdictOut& out, VerdictShared& s) {
   const int row = threadIdx.x / WARP, lane = threadIdx.x % WARP, rows = job.rows;
   const u32 ends = __ballot_sync(ALL, lane < MAX_STOP_IDS && words.stop == token);
   if (lane == 0) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void decide(const VerdictJob& job, const Words& words
     s.agrees[row] = live && row < rows - 1 && words.draft == token;
     s.ends[row] = live && ends != 0;
     s.bad[row] = live && bad;
-    if (live && writes) out.tokens[row] = token;
+    if (live) out.tokens[row] = token;
   }
   __syncthreads();
   if (row > 0) return;
@@ -63,8 +63,8 @@ __device__ __forceinline__ void decide(const VerdictJob& job, const Words& words
   if (words.was_done || wrong) count = 0;
   const bool eos = count > 0 && first_end + 1 == count;
   const bool length = count > 0 && !eos && count == words.remaining;
-  if (lane < ROW_TILE && writes) out.entry[RING_HEADER + lane] = s.tokens[lane];
-  if (lane > 0 || !writes) return;
+  if (lane < ROW_TILE) out.entry[RING_HEADER + lane] = s.tokens[lane];
+  if (lane > 0) return;
   *out.count = count;
   *out.anchor = s.tokens[count > 0 ? count - 1 : 0];
   *out.done = words.was_done || wrong || eos || length;
