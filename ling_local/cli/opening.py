@@ -91,7 +91,7 @@ def model_spec(settings: Settings) -> tuple[EngineSpec, Settings]:
         threads=settings["threads"],
         gpus=gpu_numbers(settings["gpus"]),
         dummy=dummy,
-        accept=accept_pattern(settings) if settings["speculation"] != "off" else (),
+        accept=accept_pattern(settings, settings["speculation"]),
         passed=settings["sglang_arg"] if sglang else (),
     )
     return spec, settings
@@ -126,10 +126,10 @@ def dummy_of(settings: Settings) -> Dummy:
     return Dummy(settings["dummy"], settings["layers"], settings["shard"])
 
 
-def accept_pattern(settings: Settings) -> tuple[int, ...]:
-    """Accept counts to force, () for none. Raises UsageError."""
+def accept_pattern(settings: Settings, draft: str) -> tuple[int, ...]:
+    """Accept counts to force on that drafter, () for none. Raises UsageError."""
     text = settings["accept_pattern"]
-    if text is None:
+    if text is None or draft == "off":
         return ()
     try:
         counts = tuple(int(part) for part in text.split(","))
@@ -215,7 +215,7 @@ def open_other(opened: Opened, draft: str, block: int = 0) -> Iterator[Engine]:
     """
     from ling_local.engine import open_engine
 
-    other = replace(opened.spec, draft=draft, block=block)
+    other = replace(opened.spec, draft=draft, block=block, accept=accept_pattern(opened.settings, draft))
     opened.loading.set()
     engine = open_engine(other, _show_progress(opened.output, opened.loading))
     try:

@@ -55,6 +55,17 @@ def test_a_pattern_forces_the_demo_model_too(bench) -> None:
     assert document["marks"] == ["FORCED: accept counts 4,0,8 by decree, not by the drafts"]
 
 
+@pytest.mark.parametrize("modes", ["off,dspark", "dspark,off"])
+def test_a_pattern_forces_the_drafts_of_any_mode(bench, modes: str) -> None:
+    run = ("--modes", modes, "--tokens", "31", "-r", "1", "--warmup", "0", "--json")
+    found = bench(*run, "--accept-pattern", "4,0,8").json["reports"]
+    reports = dict(zip(modes.split(","), found, strict=True))
+    assert reports["dspark"]["speculation"]["accepted"] == 24
+    assert reports["dspark"]["marks"] == ["FORCED: accept counts 4,0,8 by decree, not by the drafts"]
+    assert reports["off"]["samples"][0]["steps"] == 31
+    assert reports["off"]["marks"] == []
+
+
 def test_the_breakdown_names_each_op_with_its_floor(bench, tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"
     text = bench(*SMALL, "--breakdown", "--prompt-tokens", "64", "--csv", "--save", saved).text
