@@ -130,9 +130,9 @@ def test_norms_in_the_kernels_after_leave_the_same_bits(device: SettledDevice, w
     count = device.launched.count
     wide = width > 2048  # than what a projection's warps have on their way at once
     parts, _ = router_parts(place.ops._gate(torch.empty(4, width)).shape[1])
-    assert (count(f"router_normed_{parts}"), count("linear_normed")) == (3, 0 if wide else 3)
-    assert count(f"router_row_{parts}") == 3
-    assert count("exchange_norm") == (9 if wide else 6)
+    assert (count("router_normed"), count("linear_normed")) == (3 if parts == 1 else 0, 0 if wide else 3)
+    assert count(f"router_row_{parts}") == (3 if parts == 1 else 6)
+    assert count("exchange_norm") == 6 + 3 * wide + 3 * (parts > 1)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_norms_in_the_kernels_after_change_no_logit(
     device.launched.clear()
     assert_bits(engine.score(ids, window=1), want, "logits")
     count = device.launched.count
-    assert count("linear_normed") == count("router_normed_1") == len(ids)  # of the second layer
+    assert count("linear_normed") == count("router_normed") == len(ids)  # of the second layer
     assert count("experts_choose_gate_up_1") == len(ids)
     assert not count("route_select_8")
     assert count("exchange_norm") == 2 * len(ids)  # before a dense MLP and before the head

@@ -187,7 +187,7 @@ class DenseOps:
         logits = torch.empty(parts, ROW_TILE, count, dtype=torch.float32, device=h.device)
         tiles, bytes_needed = -(-count // 16), sums_bytes(warps, rows, 1)
         fits = lazy and rows == 1 and warps * 256 >= width  # a tile of the shared expert is one trip of weights
-        norm = self._take_unnormed(h, fits)
+        norm = self._take_unnormed(h, fits and parts == 1)
         args = [gate, logits, count, gate.shape[1], params.bias, 4 * count]
         if not fits:
             args = [h, *args[:2], rows, count, width, *args[3:]]
@@ -196,7 +196,7 @@ class DenseOps:
         routing, shared, more, _ = self._begin(h, params, rows)
         name, row = f"router_row_{parts}", [h, width]
         if norm is not None:
-            name, row, bytes_needed = f"router_normed_{parts}", norm, bytes_needed + row_bytes(width)
+            name, row, bytes_needed = "router_normed", norm, bytes_needed + row_bytes(width)
         grid = tiles + -(-more // parts), parts
         self.device.launch(name, grid, warps * 32, [*row, *args, routing.plan, *shared], bytes_needed)
         self.unselected = Unselected(routing, _selection(logits, params, routing))

@@ -32,14 +32,14 @@ __device__ __forceinline__ const Mail& mail_at(i64 mail) { return *reinterpret_c
 // Grid: rows. Block: width / 8 threads, rounded up to a warp. x, weight: may be null (see add_and_norm). early: let the
 // next kernel start before the wait.
 template <int N>
-__device__ __forceinline__ void exchange_norm(i64 mail, const Partial<>& partial, const bf16* x, const bf16* weight,
+__device__ __forceinline__ void exchange_norm(i64 mail, const Partial& partial, const bf16* x, const bf16* weight,
                                               bf16* x_out, bf16* h, int width, float eps, int early) {
   __shared__ __align__(16) float warps[WARP];
   const int at = threadIdx.x * 8;
   const bool inside = at < width;
   uint4 w = load_weights(weight + at, inside && weight != nullptr);
   const i64 base = i64(blockIdx.x) * width + at;
-  const Partial<>::Places places = partial.places(base, inside);
+  const Partial::Places places = partial.places(base, inside);
   uint4 before = make_uint4(0, 0, 0, 0);
   if (inside && x != nullptr) before = load_settled16(x + base);  // as in exchange_norm_row
   Swap<N> swap(mail_at(mail), blockIdx.x);

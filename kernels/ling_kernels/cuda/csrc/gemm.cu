@@ -102,7 +102,7 @@ __device__ __forceinline__ void linear(
 
 // One row that every block makes for itself.
 struct NormedRow : Tokens {
-  RowToNorm<> made;
+  RowToNorm made;
 
   __device__ __forceinline__ static uint4 load(const bf16* from) { return *reinterpret_cast<const uint4*>(from); }
   __device__ __forceinline__ void ask() { made.ask(); }
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) linear_normed(
   __shared__ __align__(16) float warps[WARP];
   let_next_start_early();  // MLA's queries wait for their weights longer than for this kernel
   bf16* row = reinterpret_cast<bf16*>(sums_of<1>(reinterpret_cast<float*>(shared), 2));
-  const RowToNorm<> made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};
+  const RowToNorm made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};
   StoreRows<1> store = {out, n, 1};
   stream_tiles<1>(Matrix{w, n, k, 1}, NormedRow{{row, k, k, 1}, made}, Plain{}, store);
 }

@@ -5,7 +5,7 @@
 // the block depends on the width alone. partial null: only the norm, x_out is not written. With a partial x is settled,
 // for the kernel that wrote the partial came after the one that wrote x, and has done its own waiting: x is read early.
 __device__ __forceinline__ void exchange_norm_row(
-    int row, const Partial<>& partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps,
+    int row, const Partial& partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps,
     bool early) {
   __shared__ __align__(16) float warps[WARP];
   const int at = threadIdx.x * 8;
@@ -14,7 +14,7 @@ __device__ __forceinline__ void exchange_norm_row(
   const uint4 w = load_weights(weight + at, inside);
   float each = 1.0f / float(width);
   settle_here(each);
-  const Partial<>::Places places = partial.places(base, inside);
+  const Partial::Places places = partial.places(base, inside);
   uint4 old = make_uint4(0, 0, 0, 0);
   if (inside && partial.at != nullptr) old = load_settled16(x + base);
   if (early) let_next_start_early();

@@ -61,11 +61,11 @@ __device__ __forceinline__ uint4 added(float (&value)[8], const float (&add)[8])
 }
 
 // What is added to the residual stream: bf16 [rows, width] where parts is 0, or fp32 parts, `pitch` values from one to the
-// next, that are summed in their order. at: may be null. TOGETHER: parts whose loads are under way at once.
-template <int TOGETHER = 4>
+// next, that are summed in their order. at: may be null.
 struct Partial {
   const void* at;
   int parts, pitch;
+  static constexpr int TOGETHER = 4;
 
   // Where a thread's eight values lie in the first parts: settled before the wait, which their loads come right after.
   struct Places {
@@ -126,10 +126,9 @@ struct Partial {
 
 // One row that is made here, in every block: sum, rounding and norm are exchange_norm's, bit by bit, and so is what may be
 // read when. The first block writes it for the kernels that come after. Blocks of k / 8 threads or more.
-template <int TOGETHER = 4>
 struct RowToNorm {
   static constexpr bool PADDED = true;  // zeros lie behind it
-  Partial<TOGETHER> partial;
+  Partial partial;
   const bf16* x;
   const bf16* weight;
   bf16* x_out;
@@ -140,7 +139,7 @@ struct RowToNorm {
   float* warps;
   uint4 old, scale;
   float each;
-  typename Partial<TOGETHER>::Places places;
+  Partial::Places places;
 
   __device__ __forceinline__ bool inside() const { return threadIdx.x * 8 < k; }
 

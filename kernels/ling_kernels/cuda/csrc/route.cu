@@ -40,22 +40,20 @@ __device__ __forceinline__ void router_one(
 ROUTER_ROW(router_row_1, 1)
 ROUTER_ROW(router_row_2, 2)
 
-// The same for a row that exchange_norm's arguments make: x_out and h are written, too. TOGETHER: see Partial; the more
-// weights are under way, the fewer. Shared: behind the warps' sums the row, k + 8 values.
-#define ROUTER_NORMED(NAME, PARTS, TOGETHER)                                                                      \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const void* partial, int parts, int part_pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h,    \
-      int k, float eps, const bf16* w, float* out, int n, int width, const u8* asked, int bytes, u32* plan,       \
-      const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, int each) {                              \
-    DYNAMIC_SHARED(shared);                                                                                       \
-    __shared__ __align__(16) float warps[WARP];                                                                   \
-    bf16* row = reinterpret_cast<bf16*>(shared + blockDim.x / WARP * Sums<1>::SIZE * sizeof(float));              \
-    RowToNorm<TOGETHER> made = {{partial, parts, part_pitch}, x, weight, x_out, h, k, eps, row, warps};           \
-    const SharedExpert expert = {gate_up, mid, inner, pitch, limit, each, 1, k};                                  \
-    router_one<PARTS>(made, w, out, n, k, width, asked, bytes, plan, expert);                                     \
-  }
-ROUTER_NORMED(router_normed_1, 1, 4)
-ROUTER_NORMED(router_normed_2, 2, 2)
+// The same for a row that exchange_norm's arguments make: x_out and h are written, too. For one part of K: with the
+// chunks of two under way and the parts of the sum no registers are left (measured: no gain). Shared: behind the warps'
+// sums the row, k + 8 values.
+extern "C" __global__ void __launch_bounds__(512, 1) router_normed(
+    const void* partial, int parts, int part_pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int k,
+    float eps, const bf16* w, float* out, int n, int width, const u8* asked, int bytes, u32* plan, const bf16* gate_up,
+    bf16* mid, int inner, int pitch, float limit, int each) {
+  DYNAMIC_SHARED(shared);
+  __shared__ __align__(16) float warps[WARP];
+  bf16* row = reinterpret_cast<bf16*>(shared + blockDim.x / WARP * Sums<1>::SIZE * sizeof(float));
+  RowToNorm made = {{partial, parts, part_pitch}, x, weight, x_out, h, k, eps, row, warps};
+  const SharedExpert expert = {gate_up, mid, inner, pitch, limit, each, 1, k};
+  router_one<1>(made, w, out, n, k, width, asked, bytes, plan, expert);
+}
 
 template <int QUADS>
 __device__ __forceinline__ void select_row(
