@@ -37,11 +37,15 @@ def time_graph(launches: Sequence[Callable[[], object]]) -> float:
     return timing.launches_us(launches, "cuda")
 
 
-def step_ms(run: Callable[[], object], runs: int = 5, steps: int = 40) -> tuple[float, float]:
+def step_ms(
+    run: Callable[[], object], begin: Callable[[], object], runs: int = 5, steps: int = 40
+) -> tuple[float, float]:
     """Milliseconds of one run: on the GPU by events, and as the caller sees it with three runs under way; medians of
-    `runs` series."""
+    `runs` series. begin: goes before each series, so that none is further along than the others: every run makes the
+    context longer, and attention's splits grow with it."""
     on_gpu, seen = [], []
     for _ in range(runs):
+        begin()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(steps):
@@ -49,6 +53,8 @@ def step_ms(run: Callable[[], object], runs: int = 5, steps: int = 40) -> tuple[
         end.record()
         torch.cuda.synchronize()
         on_gpu.append(start.elapsed_time(end) / steps)
+        begin()
+        torch.cuda.synchronize()
         done = [torch.cuda.Event() for _ in range(3)]
         clock = time.perf_counter()
         for number in range(steps):

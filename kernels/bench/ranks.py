@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -154,22 +155,24 @@ def time_steps(at: Rank, engine: NativeEngine) -> None:
     block = engine.info.block
     kinds = [(1, 0), (9, 0)] + ([(block + 1, block)] if block else [])
     at.say(f"\n| step after {at.args.context} tokens | ms on the GPU | ms at the caller |\n| --- | ---: | ---: |")
+
+    def again() -> None:
+        begin(engine, at.args.context)
+        at.together()
+
     for rows, following in kinds:
-        run = lambda rows=rows, f=following: captured(  # noqa: E731
-            engine.ops, engine.weights, engine._state, engine.drafter, rows, f
-        )
+        run = partial(captured, engine.ops, engine.weights, engine._state, engine.drafter, rows, following)
         with torch.inference_mode():
-            begin(engine, at.args.context)
+            again()
             run()
-            begin(engine, at.args.context)
-            at.together()
-            on_gpu, seen = step_ms(run)
+            on_gpu, seen = step_ms(run, again)
             at.together()
             what = f"{rows} rows" + (f" and {following} drafts" if following else "")
             at.say(f"| {what} | {on_gpu:.3f} | {seen:.3f} |")
             if at.size > 1:
                 at.ops.exchange.check()
             if at.args.breakdown:
+                again()
                 breakdown(at, run)
 
 

@@ -14,6 +14,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,14 +43,14 @@ def begin(state: SequenceState, context: int) -> None:
     state.drafts.random_(state.sampling.vocab)
 
 
-def milliseconds(run: Callable[[], None]) -> tuple[float, float]:
+def milliseconds(run: Callable[[], None], begin: Callable[[], None]) -> tuple[float, float]:
     """On the GPU and at the caller, after half a second of runs: a GPU that was idle begins with slower clocks (3 %
     of a step)."""
     until = time.perf_counter() + WARM_S
     while time.perf_counter() < until:
         run()
         torch.cuda.synchronize()
-    return step_ms(run)
+    return step_ms(run, begin)
 
 
 def time_steps(
@@ -57,15 +58,17 @@ def time_steps(
 ) -> None:
     captured = CapturedStep(step)
     following = drafter.block if drafter else 0
+    again = partial(begin, state, args.context)
     for rows in args.rows:
-        begin(state, args.context)
-        captured(ops, weights, state, drafter, rows, following)  # warm-up and capture
-        begin(state, args.context)
-        on_gpu, seen = milliseconds(lambda rows=rows: captured(ops, weights, state, drafter, rows, following))
+        again()
+        run = partial(captured, ops, weights, state, drafter, rows, following)
+        run()  # warm-up and capture
+        on_gpu, seen = milliseconds(run, again)
         what = f"{rows} rows" + (f" and {following} drafts" if following else "")
         print(f"| {what} | {on_gpu:.3f} ms on the GPU | {seen:.3f} ms seen by the caller |", flush=True)
         if args.breakdown:
-            breakdown(lambda rows=rows: captured(ops, weights, state, drafter, rows, following))
+            again()
+            breakdown(run)
 
 
 def time_prefill(
