@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from emulator import EmulatedDevice
 from ling_kernels.cuda.driver import Argument
@@ -42,8 +46,27 @@ OWN = {
 }
 
 
+class TorchKernels(TorchDispatchMode):
+    """Torch's kernels wait for all before them as a whole, and let nothing start before they end."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.name():  # a view, and memory, is no kernel
+            self.device.settle()
+        return func(*args, **kwargs or {})
+
+
 class SettledDevice(EmulatedDevice):
     """Lets those, and only those, be read early; a kernel that writes one of SETTLED fails."""
+
+    @contextmanager
+    def in_order(self) -> Iterator[SettledDevice]:
+        """With what torch launches between."""
+        with TorchKernels(self):
+            yield self
 
     def launch(
         self, name: str, grid: int | Sequence[int], block: int, args: Sequence[Argument], shared: int = 0
