@@ -2,7 +2,8 @@
 
 `EmulatedDevice` stands in for `ling_kernels.cuda.driver.Device`, so the host side of the ops runs as well. Each launch
 sees copies of its tensors that end at a closed page, and activations are closed until the kernel has waited for its
-producer: a read too far, a write to a weight, or an early touch fails with the kernel's name.
+producer: a read too far, a write to a weight, or an early touch fails with the kernel's name. What may be read
+early shows itself as it was before those kernels that may still run.
 """
 
 from __future__ import annotations

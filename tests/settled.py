@@ -1,4 +1,10 @@
-"""The emulated device, told which activations a kernel may read before it waits for its producer."""
+"""The emulated device, told which activations a kernel may read before it waits for its producer.
+
+When a kernel has finished, so have all before it, for each of its threads waits. A kernel begins when those before it
+let it: the last of them that does so late, after its own wait, says that all before that one have finished. So what is
+read early needs such a kernel between its writer and its reader. An early read of anything newer finds here what stood
+there before.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from emulator import EmulatedDevice
 from ling_kernels.cuda.driver import Argument
 
-# Places of such arguments: written several kernels earlier, and by none that may still run. (history and state; keys
+# Places of such arguments: written by none that may still run. (history and state; keys
 # and values below the window, positions, length; norms side by side since their first use; the residual stream, to
 # which a partial is added; the plan of the experts; a sequence's words and drafts)
 SETTLED = {
