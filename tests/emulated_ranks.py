@@ -233,7 +233,7 @@ def run(check: str, rank: int, size: int, fd: int, folder: Path, gathered: bool,
     """What a rank's process does. fd: of the memory that the ranks share; orders: of threads, some of ORDERS."""
     torch.set_num_threads(1)
     at = Rank(rank, size, fd, folder, gathered)
-    with torch.inference_mode():
+    with torch.inference_mode(), at.device.in_order():
         for order in orders:
             at.device.order = ORDERS.index(order)
             CHECKS[check](at)

@@ -2,7 +2,8 @@
 
 `EmulatedDevice` stands in for `ling_kernels.cuda.driver.Device`, so the host side of the ops runs as well. Each launch
 sees copies of its tensors that end at a closed page, and activations are closed until the kernel has waited for its
-producer: a read too far, a write to a weight, or an early touch fails with the kernel's name.
+producer: a read too far, a write to a weight, or an early touch fails with the kernel's name. What may be read
+early shows itself as it was before those kernels that may still run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from built import once
 from ling_kernels.cuda.compile import SOURCES, units
@@ -35,7 +36,12 @@ ORDERS = ("in turn", "backwards", "warp by warp")
 
 
 class Region(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("constant", ctypes.c_int))
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("bytes", ctypes.c_size_t),
+        ("constant", ctypes.c_int),
+        ("before", ctypes.c_void_p),
+    )
 
 
 @dataclass(frozen=True)
@@ -97,11 +103,17 @@ class EmulatedDevice:
         self.launched: list[str] = []
         self._constants: dict[int, Tensor] = {}
         self._own: set[int] = set()  # settled storages that the next kernel may write
+        # storages that kernels wrote which may still run when the next one begins, and what they held before
+        self._unsettled: dict[int, tuple[UntypedStorage, bytes]] = {}
         self._units = load_units(names or units(), folder)
 
     def constant(self, *tensors: Tensor) -> None:
         """Declare weights or tables: no kernel writes them, and they may be read before the wait."""
         self._constants |= {t.untyped_storage().data_ptr(): t for t in tensors}
+
+    def settle(self) -> None:
+        """All kernels so far have finished before the next one begins."""
+        self._unsettled.clear()
 
     def resident(self, name: str, block: int, shared: int = 0) -> int:
         return 2 * self.properties.num_sms
@@ -115,10 +127,15 @@ class EmulatedDevice:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in args if isinstance(t, Tensor)}
         copies = {at: unit.library.emulator_allocate(s.nbytes()) for at, s in storages.items() if s.nbytes()}
         regions = (Region * len(copies))()
+        shadows = []
         for region, (at, base) in zip(regions, copies.items(), strict=True):
             ctypes.memmove(base, at, storages[at].nbytes())
             region.base, region.bytes = base, storages[at].nbytes()
             region.constant = 2 if at in self._own else int(at in self._constants)
+            if region.constant and at in self._unsettled:
+                unsettled = ctypes.create_string_buffer(self._unsettled[at][1], 2 * storages[at].nbytes())
+                region.before = ctypes.addressof(unsettled)
+                shadows.append(unsettled)
         moved = [_moved(arg, copies) for arg in args]
         values, kinds = packed(moved)
         kept = [kind(value) for value, kind in zip(values, kinds, strict=True)]
@@ -127,9 +144,16 @@ class EmulatedDevice:
         shape = (ctypes.c_uint32 * 5)(*(*dims, 1, 1)[:3], block, self.order)
         run = getattr(unit.library, f"run_{name}")
         error = unit.library.emulator_launch(run, pointers, shape, shared, regions, len(copies))
+        if not unit.library.emulator_was_early():
+            self.settle()  # some of its threads had waited: all before it have finished when the next one begins
         for at, base in copies.items():
-            ctypes.memmove(at, base, storages[at].nbytes())
-            unit.library.emulator_free(base, storages[at].nbytes())
+            size = storages[at].nbytes()
+            if at in self._own or at not in self._constants:
+                held = ctypes.string_at(at, size)
+                if held != ctypes.string_at(base, size):
+                    self._unsettled.setdefault(at, (storages[at], held))
+            ctypes.memmove(at, base, size)
+            unit.library.emulator_free(base, size)
         assert error is None, f"{name}: {error.decode()}"
 
     def _check(self, unit: Unit, name: str, args: Sequence[Argument]) -> None:

@@ -1,13 +1,23 @@
-"""The emulated device, told which activations a kernel may read before it waits for its producer."""
+"""The emulated device, told which activations a kernel may read before it waits for its producer.
+
+When a kernel has finished, so have all before it, for each of its threads waits. A kernel begins when those before it
+let it: the last of them that does so late, after its own wait, says that all before that one have finished. So what is
+read early needs such a kernel between its writer and its reader. An early read of anything newer finds here what stood
+there before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from emulator import EmulatedDevice
 from ling_kernels.cuda.driver import Argument
 
-# Places of such arguments: written several kernels earlier, and by none that may still run. (history and state; keys
+# Places of such arguments: written by none that may still run. (history and state; keys
 # and values below the window, positions, length; norms side by side since their first use; the residual stream, to
 # which a partial is added; the plan of the experts; a sequence's words and drafts)
 SETTLED = {
@@ -42,8 +52,27 @@ OWN = {
 }
 
 
+class TorchKernels(TorchDispatchMode):
+    """Torch's kernels wait for all before them as a whole, and let nothing start before they end."""
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.name():  # a view, and memory, is no kernel
+            self.device.settle()
+        return func(*args, **kwargs or {})
+
+
 class SettledDevice(EmulatedDevice):
     """Lets those, and only those, be read early; a kernel that writes one of SETTLED fails."""
+
+    @contextmanager
+    def in_order(self) -> Iterator[SettledDevice]:
+        """With what torch launches between."""
+        with TorchKernels(self):
+            yield self
 
     def launch(
         self, name: str, grid: int | Sequence[int], block: int, args: Sequence[Argument], shared: int = 0

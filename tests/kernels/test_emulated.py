@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,9 @@ UNITS = ["norm", "gemm", "part", "moe", "route"]
 
 
 @pytest.fixture(scope="module")
-def device(built: Path) -> SettledDevice:
-    return SettledDevice(built, UNITS)
+def device(built: Path) -> Iterator[SettledDevice]:
+    with SettledDevice(built, UNITS).in_order() as device:
+        yield device
 
 
 @pytest.fixture
@@ -270,3 +272,17 @@ def test_the_emulator_sees_an_early_touch(device: SettledDevice, place: Place) -
     """The guard itself: a weight that was not declared one is an activation, and it is loaded before the wait."""
     with pytest.raises(AssertionError, match="touched before the wait"):
         place.ops.linear(place.rand(ROW_TILE, 128, seed=1), place.rand(5, 128, seed=2), 1)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_the_emulator_sees_an_early_read_of_what_may_not_be_there(
+    device: SettledDevice, place: Place, between: bool
+) -> None:
+    """The residual stream is read early, which takes a kernel behind its writer that lets the next one start late."""
+    x, norm, weight = place.rand(1, 384, seed=1), place.weight(384, seed=2), place.weight(300, 384, seed=3)
+    device.settle()
+    total, h = place.ops.exchange_norm(x, x, norm, 1e-6, 1)
+    if between:
+        place.ops.linear(h, weight, 1)
+    twice, _ = place.ops.exchange_norm(x, total, norm, 1e-6, 1)
+    assert torch.equal(twice, total + x) == between

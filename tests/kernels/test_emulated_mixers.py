@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,9 @@ pytestmark = pytest.mark.emulated
 
 
 @pytest.fixture(scope="module")
-def device(built: Path) -> EmulatedDevice:
-    return SettledDevice(built)
+def device(built: Path) -> Iterator[EmulatedDevice]:
+    with SettledDevice(built).in_order() as device:
+        yield device
 
 
 @pytest.fixture

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from checkpoints import write_checkpoint, write_draft
 from device_checks import assert_near
 from ling_kernels.cuda import CudaOps
 from ling_local.engine.native import NativeEngine
+from ling_local.engine.step import step
 from ling_local.types import SamplingParams, StepResult, TokenRequest
 from parity import assert_bits
 from settled import SettledDevice
@@ -48,8 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def device(built: Path) -> SettledDevice:
-    return SettledDevice(built)
+def device(built: Path) -> Iterator[SettledDevice]:
+    with SettledDevice(built).in_order() as device:
+        yield device
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:
@@ -130,3 +133,50 @@ def test_drafts_change_no_token(folder: Path, device: SettledDevice, draft: str,
 
 def run(engine: NativeEngine, params: SamplingParams, drafts: bool) -> list[StepResult]:
     return list(engine.generate(TokenRequest(IDS, sampling=params, max_tokens=5, draft=drafts)))
+
+
+# layers, how many of them make a group that ends with MLA, how many have a dense MLP
+@pytest.mark.parametrize(("layers", "group", "dense"), [(2, 2, 1), (2, 2, 0), (2, 1, 1), (1, 1, 1), (1, 1, 0)])
+def test_what_may_still_run_is_not_read(
+    tmp_path: Path, device: SettledDevice, monkeypatch: pytest.MonkeyPatch, layers: int, group: int, dense: int
+) -> None:
+    """Steps one behind the other, as if each kernel began as soon as the ones before it let it: nothing that is read
+    before the wait is older than it would be if each had ended first."""
+    monkeypatch.setattr(device, "properties", dataclasses.replace(device.properties, num_sms=64))
+    changes = {
+        "num_hidden_layers": layers,
+        "layer_group_size": group,
+        "first_k_dense_replace": dense,
+        "expert_swiglu_limit_list": [0] * layers,
+        "share_expert_swiglu_limit_list": [0] * layers,
+    }
+    folder = write_checkpoint(tmp_path / "model", seed=6, **SHAPE | changes)
+    ones = {"head_dim": 128, "num_attention_heads": 1, "num_key_value_heads": 1}
+    write_draft(folder / "dspark", folder, block_size=4, target_layer_ids=list(range(layers)), **ones)
+    for draft in ("off", "dspark", "mtp"):
+        engine = emulated(folder, device, draft)
+        ends = []
+        for waits in (False, True):
+            with monkeypatch.context() as patch:
+                if waits:
+                    launch = device.launch
+                    patch.setattr(device, "launch", lambda *a, launch=launch, **k: (device.settle(), launch(*a, **k)))
+                ends.append([end for params in (GREEDY, SAMPLED) for end in _after_steps(engine, device, params)])
+        for early, late in zip(*ends, strict=True):
+            assert torch.equal(early, late)
+
+
+@torch.inference_mode()
+def _after_steps(engine: NativeEngine, device: SettledDevice, params: SamplingParams) -> list[Tensor]:
+    """What some steps leave that nothing comes between."""
+    state = _declared(device, engine.new_state(64))
+    if state.draft_rope is not None:
+        device.constant(state.draft_rope)
+    state.reserve(64)
+    state.begin(0, 3, 64, [], params)
+    drafts = 3 if engine.drafter else 0
+    kinds = [(1, 0), (1, 0), (1, drafts), (drafts + 1, drafts), (drafts + 1, 0), (3, 0), (9, 0), (1, 0)]
+    for width, following in kinds:
+        step(engine.ops, engine.weights, state, engine.drafter, width, following)
+    kept = (state.ring, state.positions, state.recurrent, state.conv, state.latent, state.draft_context)
+    return [tensor for tensor in (*kept, state.mtp_latent) if tensor is not None]

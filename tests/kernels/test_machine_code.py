@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ling_kernels.cuda.compile import units
 from ling_kernels.cuda.dense import DOWN_AHEAD
 
 Compiled = Callable[[str, str], tuple[bytes, str]]
@@ -72,6 +73,25 @@ def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: P
         assert sorted(found) == (wanted if isinstance(wanted, list) else [wanted]), (
             f"{name} on {arch}: loads before the wait"
         )
+
+
+# Kernels that let the next one start before they wait. What is settled by the others' doing so later is read early.
+STARTS_NEXT_EARLY = re.compile(
+    r"embed_norm|exchange_norm(_\d)?|linear_normed|route[r_]\w+|kda_(verify|follow)_\w+|mla_\w+|sample_(verdict_best|advance)"
+)
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("unit", units())
+def test_no_other_kernel_lets_the_next_one_start_before_it_waits(
+    unit: str, arch: str, tmp_path: Path, compiled: Compiled
+) -> None:
+    for name, code in disassembled(compiled(unit, arch)[0], tmp_path).items():
+        steps = "".join("W" if "ACQBULK" in line else "L" for line in code if re.search("ACQBULK|PREEXIT", line))
+        early = STARTS_NEXT_EARLY.fullmatch(name)
+        assert steps.startswith("LW") if early else re.fullmatch("(WL)+", steps), f"{name} on {arch}: {steps}"
+        wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+        assert not any(re.search(r"\bSTG|\bRED\b|\bATOMG", line) for line in code[:wait]), f"{name} on {arch} writes"
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])

@@ -49,7 +49,7 @@ struct Warp {
 
 struct Thread {
   Dim index;
-  u32 lane, meetings, barriers, waits;
+  u32 lane, meetings, barriers, waits, looks;
   Warp* warp;
 };
 
@@ -60,6 +60,8 @@ extern u8* dynamic_shared;
 void meet(u32 mask);  // all lanes of the warp
 void barrier();       // all threads of the block
 void wait_for_producer();
+void let_early();            // of one block
+u32 look(const u32* from);  // first what may have been there, then what is there
 void check_known(const void* from, u32 bytes);  // within one of the arguments
 void fail(const char* why);
 void copy(void* to, const void* from, u32 bytes);  // to 16 bytes; those that are not given are zero
@@ -255,7 +257,7 @@ inline i64 load_activation(const i64* from) { return *from; }
 inline u64 load_activation(const u64* from) { return *from; }
 inline u8 load_activation(const u8* from) { return *from; }
 inline float load_activation(const float* from) { return *from; }
-inline u32 load_changing(const u32* from) { return *from; }
+inline u32 load_changing(const u32* from) { return emulator::look(from); }
 inline uint4 load_settled16(const void* from) { return load_weights(from, true); }
 // A hint may come at any time, but within an argument's memory.
 inline void prefetch_l2(const void* from, u32 bytes) {
@@ -271,6 +273,7 @@ inline void let_next_start() {
 
 inline void let_next_start_early() {
   if (emulator::self->waits != 0) emulator::fail("the next kernel was let in after the wait, not early");
+  emulator::let_early();
 }
 
 inline void settle_here(int&) {}

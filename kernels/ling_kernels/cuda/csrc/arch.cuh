@@ -186,7 +186,7 @@ __device__ __forceinline__ void let_next_start() {
 
 // The same before the wait: the next grid's weights are then on their way while this one still waits for its producer.
 // Such a next grid is further ahead of what has finished, the further the more kernels in a row do so: before its wait it
-// touches weights, and of what is settled only what more kernels than that separate from its writer.
+// touches weights, and of what is settled only what was written before the last kernel that called let_next_start.
 __device__ __forceinline__ void let_next_start_early() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
