@@ -157,11 +157,6 @@ inline T atomicMax(T* at, T by) {
 
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
-inline u32 __byte_perm(u32 x, u32 y, u32 which) {
-  u32 out = 0;
-  for (int i = 0; i < 4; ++i) out |= u32((u64(y) << 32 | x) >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
-  return out;
-}
 inline int __ffs(u32 x) { return __builtin_ffs(int(x)); }
 inline float __uint_as_float(u32 x) { float f; std::memcpy(&f, &x, 4); return f; }
 inline u32 __float_as_uint(float x) { u32 u; std::memcpy(&u, &x, 4); return u; }
@@ -262,7 +257,6 @@ inline void prefetch_l2(const void* from, u32 bytes) {
   if ((uintptr_t(from) | bytes) & 15) emulator::fail("a prefetch is not aligned");
   emulator::check_known(from, bytes);
 }
-inline u32 load_shared_word(const u32* from) { return *from; }
 
 inline void wait_for_producer() { emulator::wait_for_producer(); }
 inline void let_next_start() {
