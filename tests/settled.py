@@ -43,7 +43,7 @@ OWN = {
 
 
 class SettledDevice(EmulatedDevice):
-    """Lets those, and only those, be read early; a kernel that writes one of SETTLED fails."""
+    """Lets those, and only those, be read early; a kernel that writes one of them fails, but for OWN after its wait."""
 
     def launch(
         self, name: str, grid: int | Sequence[int], block: int, args: Sequence[Argument], shared: int = 0

@@ -62,7 +62,7 @@ void barrier();       // all threads of the block
 void wait_for_producer();
 void check_known(const void* from, u32 bytes);  // within one of the arguments
 void fail(const char* why);
-void copy(void* to, const void* from, u32 bytes);  // to 16 bytes; those that are not given are zero
+void copy(void* to, const void* from, u32 bytes);  // 8 or 16
 void commit();                                      // copies so far are a group
 void copies_wait(u32 pending);                      // for all but the youngest groups
 void look_again();    // others may run meanwhile
@@ -310,7 +310,7 @@ inline float from_ordered(u32 key) {
 
 // Copies in the background: emulator::copy does them at once or, in other orders, when they are waited for.
 inline void copy16(void* to, const void* from) { emulator::copy(to, from, 16); }
-inline void copy8(void* to, const void* from) { *static_cast<uint2*>(to) = load_settled(static_cast<const uint2*>(from)); }
+inline void copy8(void* to, const void* from) { emulator::copy(to, from, 8); }
 inline void copies_commit() { emulator::commit(); }
 template <int pending>
 inline void copies_wait() { emulator::copies_wait(pending); }
