@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_activations_into(uint4& to, const void* fro
       : "l"(from), "r"(int(live)));
 }
 
-// The same for four bf16, 8-byte aligned, and for one.
+// The same for four bf16, 8-byte aligned, and for single values.
 __device__ __forceinline__ uint2 load_activations4(const bf16* from) {
   uint2 v;
   asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
@@ -214,8 +214,8 @@ __device__ __forceinline__ u32 load_changing(const u32* from) {
 
 // ---- programmatic dependent launch -----------------------------------------------------------------------------
 // Every thread of every kernel calls wait_for_producer once, before its first read or write of activations; only
-// weights and constants may be touched before it. let_next_start comes right after: it permits the next grid to be
-// placed on the machine, whose own wait still holds until this grid has finished.
+// weights, constants and what is settled may be touched before it. let_next_start comes right after: it permits the
+// next grid to be placed on the machine, whose own wait still holds until this grid has finished.
 
 __device__ __forceinline__ void wait_for_producer() {
 #if __CUDA_ARCH__ >= 900

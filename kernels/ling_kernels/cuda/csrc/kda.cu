@@ -6,7 +6,7 @@
 
 // grid: 8 H blocks. Output without its norm, and sums of squares. At most 128 registers, so that a block finds room early.
 #define KDA_VERIFY(name, even)                                                                                     \
-  extern "C" __global__ void __launch_bounds__(KDA_THREADS, 2)                                                       \
+  extern "C" __global__ void __launch_bounds__(KDA_THREADS, 2)                                                     \
       name(bf16* out, float* sums, float* records, bf16* raw, const bf16* proj, const bf16* history,               \
            float* state, const bf16* conv, const float* a_log, const float* dt_bias, const bf16* o_norm,           \
            int heads, int rows, float lower_bound, const i64* remaining, const u8* done) {                         \
