@@ -66,7 +66,7 @@ class TorchKernels(TorchDispatchMode):
 
 
 class SettledDevice(EmulatedDevice):
-    """Lets those, and only those, be read early; a kernel that writes one of SETTLED fails."""
+    """Lets those, and only those, be read early; a kernel that writes one of them fails, but for OWN after its wait."""
 
     @contextmanager
     def in_order(self) -> Iterator[SettledDevice]:

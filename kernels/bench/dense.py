@@ -57,7 +57,7 @@ def moe_params(shape: Shape) -> MoeParams:
 
 
 def projections(shape: Shape) -> dict[str, tuple[int, int]]:
-    """Rows and width of each weight of a KDA layer, and of an MLA layer's first projection."""
+    """Rows and width of a KDA layer's weights and of a dense MLP's second."""
     inner = shape.heads * 128
     return {
         "in_proj (KDA)": (5 * inner + shape.heads, shape.hidden),

@@ -6,8 +6,8 @@ python kernels/bench/ids.py --model demo --device cpu --tokens 200   # the same 
 
 Drafts must change no id on either side. Sums over ranks are taken in another order, so texts may part where two tokens
 nearly tie; one rank then scores all that the others said, so each of their ids is judged and not only the first that
-differs. Exit code 1 where one of them is no near tie. A dummy's drafts never fit: its accept counts are
-forced; its routing is settled (`protocol.Dummy`).
+differs. Exit code 1 where one of them is no near tie. A dummy's drafts never fit: its accept counts are forced; its
+routing is settled (`protocol.Dummy`).
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def draft_params(
 
 
 def time_draft(ops: CudaOps, hidden: int, vocab: int, context: int) -> Iterator[Timing]:
-    """The draft of the issue's table: 3 layers, 16 heads x 128, MLP 4608, block 7, rank 512."""
+    """The draft of kernels/README.md: 3 layers, 16 heads x 128, MLP 4608, block 7, rank 512."""
     params, capacity = draft_params(hidden, vocab), context + 128
     table = rope_table(capacity, 128, 6e6, "cuda")
     cache = weight(len(params.layers), 2, capacity, params.num_kv_heads, 128)

@@ -147,8 +147,8 @@ class Proposal(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """experts [R, K] int64, best first; weights [R, K] fp32, normalised and scaled; plan: the same in the device's own
-    form for its experts op, where it has one, and what it has begun of that op with the same h and parameters."""
+    """experts [R, K] int64, best first; weights [R, K] fp32, normalised and scaled. In the device's own form, where it
+    has one: plan, the same for its experts op; begun, what of that is done already, with the same h and parameters."""
 
     experts: Tensor
     weights: Tensor
@@ -157,8 +157,8 @@ class Routing(NamedTuple):
 
 
 class KdaStaged(NamedTuple):
-    """What kda_commit needs to advance a layer by any prefix of the window; its form is the device's own. advanced: the
-    state has advanced by the window's one row already."""
+    """What kda_commit needs to advance a layer by any prefix of the window; its form is the device's own. advanced: if
+    the state is to advance by the window's one row, it has done so already."""
 
     states: Tensor
     inputs: Tensor
@@ -258,9 +258,9 @@ class Ops(Protocol):
     ) -> None:
         """Advance all layers by the first `count` [] rows of the window they staged; 0 changes nothing.
 
-        lazy: `advance` of the verdict that has this count follows, and nothing reads conv or state before it, so a
-        device may leave the work to that.
-        conv [layers, 3, 3P], state [layers, H, 128, 128], in place. Equal to the bit to one-row steps.
+        conv [layers, 3, 3P], state [layers, H, 128, 128], in place. Equal to the bit to one-row steps. lazy: `advance`
+        of the verdict that has this count follows, and nothing reads conv or state before it, so a device may leave the
+        work to that.
         """
         ...
 
@@ -320,7 +320,7 @@ class Ops(Protocol):
     def advance(self, verdict: Verdict, ring: Tensor, positions: Tensor, anchor: Tensor, limits: Limits) -> None:
         """Move a sequence's words past what a step committed, in place: positions [ROW_TILE] of a window's rows and
         anchor [] int64, the limits' own; and write its entry, padded with zeros, into row step % S of ring
-        [S, RING_HEADER + 2 * ROW_TILE] int64."""
+        [S, RING_HEADER + 2 * ROW_TILE] int64. Does what a lazy kda_commit has left, too."""
         ...
 
     def expect(self, proposal: Proposal, drafts: Tensor, ring: Tensor, step: Tensor) -> None:

@@ -28,7 +28,9 @@ from ling_local.types import SamplingParams
 ROOM = 4096  # tokens that the timed steps may append
 SERIES = 10  # steps in one timed run
 # what these read is in L2 in a real step too, or too little to matter
-HOT = {"embed", "exchange_norm", "verdict", "advance", "pick", "window", "expect"}
+HOT = {"embed", "exchange_norm", "verdict", "pick", "window", "expect"}
+# ops that may leave all their work to a later one (lazy, see `Ops`), and which that is
+LEFT_TO = {"embed": ("exchange_norm",), "exchange_norm": ("linear", "route"), "kda_commit": ("advance",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +131,11 @@ def op_bytes(call: Call, context: int) -> float:
         case "kda_verify":
             proj, _, state, params, rows = args
             inner = params.num_heads * state.shape[1]
-            return state.nbytes + rows * (size * (proj.shape[1] + inner) + 4 * 4 * inner)
+            states = 2 if call.result[1].advanced else 1  # written as well
+            return states * state.nbytes + rows * (size * (proj.shape[1] + inner) + 4 * 4 * inner)
         case "kda_commit":
+            if args[0] and args[0][0].advanced:
+                return 2.0 * args[1].nbytes
             return 2 * args[2].nbytes + bytes_of(args[0]) / 2
         case "mla":
             _, cache, _, _, params, rows, _ = args
@@ -162,16 +167,32 @@ def op_bytes(call: Call, context: int) -> float:
             return float(bytes_of([*args, call.result]))
 
 
-def rows_of(calls: list[Call], ops: Ops, context: int, device: str, tell: Callable[[str], None]) -> list[Row]:
-    """Group the calls of a step and time each group."""
-    groups: dict[str, Row] = {}
-    for call in calls:
-        row = groups.setdefault(label(call), Row(label(call)))
+def done_by(calls: list[Call], at: int) -> Call:
+    """Which call does the work of one: itself, or, where it launched nothing, the later one that it was left to."""
+    call = calls[at]
+    if call.launches or call.name not in LEFT_TO:
+        return call
+    return next(later for later in calls[at + 1 :] if later.name in LEFT_TO[call.name])
+
+
+def grouped(calls: list[Call], context: int) -> dict[str, Row]:
+    """The calls of a step by kind, bytes where they are moved."""
+    groups = {name: Row(name) for name in dict.fromkeys(map(label, calls))}
+    for at, call in enumerate(calls):
+        row = groups[label(call)]
         row.calls += 1
         row.launches += call.launches
-        row.bytes += op_bytes(call, context)
         row.of.append(call)
+        groups[label(done_by(calls, at))].bytes += op_bytes(call, context)
+    return groups
+
+
+def rows_of(calls: list[Call], ops: Ops, context: int, device: str, tell: Callable[[str], None]) -> list[Row]:
+    """Group the calls of a step and time each group."""
+    groups = grouped(calls, context)
     for row in groups.values():
+        if not row.launches:
+            continue
         tell(f"timing {row.op}")
         launches = [_again(ops, call) for call in row.of]
         if row.of[0].name in HOT:

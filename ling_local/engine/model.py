@@ -33,8 +33,8 @@ def forward(
     """Run ids [R] at positions [R] through the model.
 
     rows None: a prefill chunk; KDA states and conv history advance by all R rows. Otherwise a window with `rows`
-    live rows: they stay as they are and what a commit needs is returned. Latent rows are written either way.
-    tapped: layers whose output is wanted, -1 for the embedding. limits: of a step, see `Ops.kda_verify`.
+    live rows: they stay as they are, but for what `limits` of a step permit (see `Ops.kda_verify`), and what a commit
+    needs is returned. Latent rows are written either way. tapped: layers whose output is wanted, -1 for the embedding.
     """
     eps = weights.config.rms_norm_eps
     staged: list[KdaStaged] = []
@@ -86,5 +86,5 @@ def feed_forward(
     routed = isinstance(layer.mlp, MoeParams)
     x, h = ops.exchange_norm(partial, x, layer.mlp_norm, eps, rows, lazy=routed)
     if routed:
-        return x, ops.experts(h, ops.route(h, layer.mlp, rows, True), layer.mlp, rows)
+        return x, ops.experts(h, ops.route(h, layer.mlp, rows, lazy=True), layer.mlp, rows)
     return x, ops.mlp(h, layer.mlp, rows)

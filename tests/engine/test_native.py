@@ -343,11 +343,11 @@ def test_an_error_inside_a_pass_leaves_nothing_half_done(
     plain = engine.ops.route
     calls: list[int] = []
 
-    def failing(*args):
+    def failing(*args, **kwargs):
         calls.append(1)
         if len(calls) == 2:
             raise error
-        return plain(*args)
+        return plain(*args, **kwargs)
 
     engine.ops.route = failing
     with pytest.raises(seen) as caught:

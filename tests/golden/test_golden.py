@@ -71,8 +71,8 @@ class Recorder(ReferenceOps):
         self.normed.append(h)
         return x, h
 
-    def route(self, *args) -> Routing:
-        routing = ReferenceOps.route(*args)
+    def route(self, *args, **kwargs) -> Routing:
+        routing = ReferenceOps.route(*args, **kwargs)
         self.chosen.append(routing.experts.sort(-1).values)
         return routing
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from checkpoints import write_checkpoint, write_draft
 from device_checks import assert_near
 from ling_kernels.cuda import CudaOps
+from ling_local.engine.breakdown import Recorder, grouped, op_bytes
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.step import step
 from ling_local.types import SamplingParams, StepResult, TokenRequest
@@ -110,6 +111,21 @@ def test_norms_in_the_kernels_after_change_no_logit(
     assert count("experts_choose_gate_up_1") == len(ids)
     assert not count("route_select_8")
     assert count("exchange_norm") == 2 * len(ids)  # before a dense MLP and before the head
+
+
+def test_a_breakdown_counts_bytes_where_they_are_moved(folder: Path, device: SettledDevice) -> None:
+    engine = emulated(folder, device)
+    state = _declared(device, engine.new_state(64))
+    state.begin(8, 1, 100, [], SamplingParams(temperature=0.0))
+    recorder = Recorder(engine.ops)
+    step(recorder, engine.weights, state, None, 1, 0)
+    recorder.close()
+    rows = grouped(recorder.calls, 8)
+    idle = [call.name for call in recorder.calls if not call.launches]
+    assert idle == ["embed", "exchange_norm", "exchange_norm", "kda_commit"]  # before MLA and before a router
+    assert (rows["embed"].bytes, rows["kda_commit"].bytes) == (0.0, 0.0)
+    assert rows["advance"].bytes > 2 * state.conv.nbytes
+    assert sum(row.bytes for row in rows.values()) == pytest.approx(sum(op_bytes(c, 8) for c in recorder.calls))
 
 
 def _declared(device: SettledDevice, state: Any) -> Any:

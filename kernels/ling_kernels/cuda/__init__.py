@@ -4,15 +4,15 @@ Conventions between the kernels' host sides:
 - A window's buffers are allocated by each op with torch.empty, so that a captured graph owns them; rows past the live
   ones are never written and never read.
 - `gated`: kda_verify may leave (o, sums, eps), where o [R, P] still lacks its norm and sums [ROW_TILE, H, slices] fp32
-  hold the sums of squares; `linear` applies the norm when it is given exactly that o.
+  hold the sums of squares; `linear_partial` of exactly that o applies the norm.
 - `unnormed`: a lazy exchange_norm may leave one row's sum and norm to `linear` or `route` of exactly that h, whose
   kernel then writes h and the new x.
 - `unembedded`: a lazy embed leaves the look-up to exchange_norm of exactly that x.
 - `uncommitted`: a lazy kda_commit leaves its launch to `advance` of the verdict whose count it was given.
-- `Routing.begun`: values [slots, ROW_TILE, inner] between gate_up and down, of which whoever makes a plan makes the
-  first slot's, the shared expert's.
+- `Routing.begun`: values [slots, ROW_TILE, I] between gate_up and down, I the larger of the experts' widths. Whoever
+  makes a plan makes those of the first slot, the shared expert's.
 - `unselected`: a lazy route leaves one row's selection to `experts` of exactly that routing, whose first kernel then
-  writes experts, weights and plan; the router's has cleared that and made the first slot's values.
+  writes experts, weights and plan; the router's has cleared the plan and made the first slot's values.
 - `candidates`: head leaves (logits, values, ids, span), the best of every `span` vocabulary rows for each live row:
   values [ranges, ROW_TILE] fp32 (NaN where a logit was not finite), ids [ranges, ROW_TILE] int32.
 """

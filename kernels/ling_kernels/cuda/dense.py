@@ -42,8 +42,8 @@ HEAD_SLICES = 8  # sums of squares of a head that lacks its norm, as in part.cu
 class DenseOps:
     """Contracts in `ling_kernels.ops.Ops`. gate_fp32: keep the router's weights in fp32 instead of bf16.
     For measurements, without effect on any bit: early_norm, exchange_norm lets the next kernel start before it waits
-    itself; norm_in_next, at one row the router's kernel, or that of a short projection, does the exchange_norm before
-    it."""
+    itself; norm_in_next, at one row the router's kernel, where it has one part of K, or that of a short projection does
+    the exchange_norm before it."""
 
     early_norm = True
     norm_in_next = True
@@ -186,11 +186,12 @@ class DenseOps:
         parts, warps = router_parts(gate.shape[1])
         logits = torch.empty(parts, ROW_TILE, count, dtype=torch.float32, device=h.device)
         tiles, bytes_needed = -(-count // 16), sums_bytes(warps, rows, 1)
-        fits = lazy and rows == 1 and warps * 256 >= width  # a tile of the shared expert is one trip of weights
+        # a tile of the shared expert is one trip of weights, and a norm has eight values a thread
+        fits = lazy and rows == 1 and warps * 256 >= width
         norm = self._take_unnormed(h, fits and parts == 1)
-        args = [gate, logits, count, gate.shape[1], params.bias, 4 * count]
+        asked = [params.bias, 4 * count]  # bytes of it
         if not fits:
-            args = [h, *args[:2], rows, count, width, *args[3:]]
+            args = [h, gate, logits, rows, count, width, gate.shape[1], *asked]
             self.device.launch(_named("router", rows), (tiles, parts), warps * 32, args, bytes_needed)
             return self._select(logits, h, params, rows)
         routing, shared, more, _ = self._begin(h, params, rows)
@@ -198,7 +199,8 @@ class DenseOps:
         if norm is not None:
             name, row, bytes_needed = "router_normed", norm, bytes_needed + row_bytes(width)
         grid = tiles + -(-more // parts), parts
-        self.device.launch(name, grid, warps * 32, [*row, *args, routing.plan, *shared], bytes_needed)
+        args = [*row, gate, logits, count, gate.shape[1], *asked, routing.plan, *shared]
+        self.device.launch(name, grid, warps * 32, args, bytes_needed)
         self.unselected = Unselected(routing, _selection(logits, params, routing))
         return routing
 

@@ -19,7 +19,7 @@ class Gated(NamedTuple):
 
 
 class Unnormed(NamedTuple):
-    """A row that is still to be added and normed: h, which is not there yet, and the arguments of that."""
+    """A row that is still to be added and normed: h [R, D], which is not there yet, and exchange_norm's arguments."""
 
     h: Tensor
     args: list[Argument]
@@ -33,15 +33,26 @@ class Unselected(NamedTuple):
 
 
 class Unembedded(NamedTuple):
-    """Rows that are still to be looked up: x, which is not there yet, and where they come from."""
+    """Rows that are still to be looked up: x [R, D], which is not there yet, and where they come from: ids [R] int64,
+    table [V, D]."""
 
     x: Tensor
     ids: Tensor
     table: Tensor
 
 
+class Uncommitted(NamedTuple):
+    """A commit that is left to `advance`: by what count [] int64, and the launch without it and without the words that
+    `advance` moves."""
+
+    count: Tensor
+    name: str
+    blocks: int
+    args: list[Argument]
+
+
 class Candidates(NamedTuple):
-    """Best logit of every `span` rows of the vocabulary: values [ranges, ROW_TILE] fp32, NaN where one was not
+    """Best of every `span` values of a row of logits [R, V] fp32: values [ranges, ROW_TILE] fp32, NaN where one was not
     finite; ids [ranges, ROW_TILE] int32, the lowest of equal ones."""
 
     logits: Tensor

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ling_kernels.cuda.driver import Argument, Device
-from ling_kernels.cuda.lazy import Gated
+from ling_kernels.cuda.lazy import Gated, Uncommitted
 from ling_kernels.ops import ROW_TILE, KdaParams, KdaStaged, KernelError, Limits
 
 HEAD, SLICES, THREADS, RECORD = 128, 8, 256, 516  # as in kda.cuh
@@ -18,15 +16,6 @@ SCAN_BYTES = 3 * (16 + 1) * (3 * HEAD + 16 + 4) * 4
 NO_WORDS = [None, None, None, None, 0, 0, None, None, None, None, None]  # of a commit that moves none
 # Rows whose inputs a prefill keeps at a time: 2,064 bytes for each row and head.
 PREFILL_ROWS = 2048
-
-
-class Uncommitted(NamedTuple):
-    """A commit that is left to `advance`: by what count, and the launch without the words that `advance` moves."""
-
-    count: Tensor
-    name: str
-    blocks: int
-    args: list[Argument]
 
 
 class RecurrentOps:

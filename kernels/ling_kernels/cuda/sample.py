@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ling_kernels.cuda.driver import Argument, Device
+from ling_kernels.cuda.lazy import Candidates
 from ling_kernels.ops import DRAFT_BEST, RING_HEADER, ROW_TILE, KernelError, Limits, Proposal, Sampling, Verdict
-
-if TYPE_CHECKING:
-    from ling_kernels.cuda.lazy import Candidates
 
 BLOCKS, THREADS, OWN_SPANS = 64, 256, 512  # as in sample.cuh
 BINS, CHOOSERS, MAX_LISTED, CUT_WORDS = 2048, 512, 2048, 5  # as in choose.cuh

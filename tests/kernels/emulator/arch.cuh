@@ -64,7 +64,7 @@ void let_early();            // of one block
 u32 look(const u32* from);  // first what may have been there, then what is there
 void check_known(const void* from, u32 bytes);  // within one of the arguments
 void fail(const char* why);
-void copy(void* to, const void* from, u32 bytes);  // to 16 bytes; those that are not given are zero
+void copy(void* to, const void* from, u32 bytes);  // 8 or 16
 void commit();                                      // copies so far are a group
 void copies_wait(u32 pending);                      // for all but the youngest groups
 void look_again();    // others may run meanwhile
@@ -159,11 +159,6 @@ inline T atomicMax(T* at, T by) {
 
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
-inline u32 __byte_perm(u32 x, u32 y, u32 which) {
-  u32 out = 0;
-  for (int i = 0; i < 4; ++i) out |= u32((u64(y) << 32 | x) >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
-  return out;
-}
 inline int __ffs(u32 x) { return __builtin_ffs(int(x)); }
 inline float __uint_as_float(u32 x) { float f; std::memcpy(&f, &x, 4); return f; }
 inline u32 __float_as_uint(float x) { u32 u; std::memcpy(&u, &x, 4); return u; }
@@ -264,7 +259,6 @@ inline void prefetch_l2(const void* from, u32 bytes) {
   if ((uintptr_t(from) | bytes) & 15) emulator::fail("a prefetch is not aligned");
   emulator::check_known(from, bytes);
 }
-inline u32 load_shared_word(const u32* from) { return *from; }
 
 inline void wait_for_producer() { emulator::wait_for_producer(); }
 inline void let_next_start() {
@@ -319,7 +313,7 @@ inline float from_ordered(u32 key) {
 
 // Copies in the background: emulator::copy does them at once or, in other orders, when they are waited for.
 inline void copy16(void* to, const void* from) { emulator::copy(to, from, 16); }
-inline void copy8(void* to, const void* from) { *static_cast<uint2*>(to) = load_settled(static_cast<const uint2*>(from)); }
+inline void copy8(void* to, const void* from) { emulator::copy(to, from, 8); }
 inline void copies_commit() { emulator::commit(); }
 template <int pending>
 inline void copies_wait() { emulator::copies_wait(pending); }

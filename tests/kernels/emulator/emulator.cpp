@@ -174,20 +174,17 @@ void wait_for_producer() {
   pause_until(opened, 0);
 }
 
-static void finish(const Copy& copy) {
-  memset(copy.to, 0, 16);
-  memcpy(copy.to, copy.from, copy.bytes);
-}
+static void finish(const Copy& copy) { memcpy(copy.to, copy.from, copy.bytes); }
 
 void copy(void* to, const void* from, u32 bytes) {
-  if ((uintptr_t(to) | uintptr_t(from)) & 15) fail("a 16-byte copy is not aligned");
-  if (bytes) (void)*static_cast<const volatile u8*>(from);  // a touch: it may be early
+  if ((uintptr_t(to) | uintptr_t(from)) & (bytes - 1)) fail("a copy is not aligned");
+  (void)*static_cast<const volatile u8*>(from);  // a touch: it may be early
   Fiber& fiber = fibers[current];
   const Copy made = {to, from, bytes, fiber.groups};
   if (order == IN_TURN) {
     finish(made);
   } else {
-    memset(to, 0xff, 16);  // until it is waited for, it is anything
+    memset(to, 0xff, bytes);  // until it is waited for, it is anything
     fiber.copies.push_back(made);
   }
 }

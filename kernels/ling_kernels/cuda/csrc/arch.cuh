@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_activations_into(uint4& to, const void* fro
       : "l"(from), "r"(int(live)));
 }
 
-// The same for four bf16, 8-byte aligned, and for one.
+// The same for four bf16, 8-byte aligned, and for single values.
 __device__ __forceinline__ uint2 load_activations4(const bf16* from) {
   uint2 v;
   asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
@@ -160,17 +160,62 @@ __device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
 #endif
 }
 
-// Loads that must see what other thread blocks of the same grid wrote (after their fence), and its counterpart.
-__device__ __forceinline__ u32 load_shared_word(const u32* from) {
+// Words that are no weights but settled: written several kernels ago and by none that may still run. They may be read
+// before the wait, from L2, because L1 may hold them as they were a step ago. Also for small weights that a block reads
+// once: they stay before the wait.
+__device__ __forceinline__ float load_settled(const float* from) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ u32 load_settled(const u32* from) {
   u32 v;
-  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ i64 load_settled(const i64* from) {
+  i64 v;
+  asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ bf16 load_settled(const bf16* from) {
+  bf16 v;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ u8 load_settled(const u8* from) {
+  u16 v;
+  asm volatile("ld.global.cg.u8 %0, [%1];" : "=h"(v) : "l"(from));
+  return u8(v);
+}
+__device__ __forceinline__ uint2 load_settled(const uint2* from) {
+  uint2 v;
+  asm volatile("ld.global.cg.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ float4 load_settled(const float4* from) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
+  return v;
+}
+
+__device__ __forceinline__ uint4 load_settled16(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+
+// Words that a kernel which still runs may be writing, looked at again and again: each is read whole, and anew.
+__device__ __forceinline__ u32 load_changing(const u32* from) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
 }
 
 // ---- programmatic dependent launch -----------------------------------------------------------------------------
 // Every thread of every kernel calls wait_for_producer once, before its first read or write of activations; only
-// weights and constants may be touched before it. let_next_start comes right after: it permits the next grid to be
-// placed on the machine, whose own wait still holds until this grid has finished.
+// weights, constants and what is settled may be touched before it. let_next_start comes right after: it permits the
+// next grid to be placed on the machine, whose own wait still holds until this grid has finished.
 
 __device__ __forceinline__ void wait_for_producer() {
 #if __CUDA_ARCH__ >= 900
@@ -261,58 +306,6 @@ __device__ __forceinline__ u32 ordered(float x) {
 }
 __device__ __forceinline__ float from_ordered(u32 key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
-
-// Words that are no weights but settled: written several kernels ago and by none that may still run. They may be read
-// before the wait, from L2, because L1 may hold them as they were a step ago. Also for small weights that a block reads
-// once: they stay before the wait.
-__device__ __forceinline__ float load_settled(const float* from) {
-  float v;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from));
-  return v;
-}
-__device__ __forceinline__ u32 load_settled(const u32* from) {
-  u32 v;
-  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from));
-  return v;
-}
-__device__ __forceinline__ i64 load_settled(const i64* from) {
-  i64 v;
-  asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(from));
-  return v;
-}
-__device__ __forceinline__ bf16 load_settled(const bf16* from) {
-  bf16 v;
-  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(from));
-  return v;
-}
-__device__ __forceinline__ u8 load_settled(const u8* from) {
-  u16 v;
-  asm volatile("ld.global.cg.u8 %0, [%1];" : "=h"(v) : "l"(from));
-  return u8(v);
-}
-__device__ __forceinline__ uint2 load_settled(const uint2* from) {
-  uint2 v;
-  asm volatile("ld.global.cg.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
-  return v;
-}
-__device__ __forceinline__ float4 load_settled(const float4* from) {
-  float4 v;
-  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
-  return v;
-}
-
-__device__ __forceinline__ uint4 load_settled16(const void* from) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-  return v;
-}
-
-// Words that a kernel which still runs may be writing, looked at again and again: each is read whole, and anew.
-__device__ __forceinline__ u32 load_changing(const u32* from) {
-  u32 v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-  return v;
 }
 
 // ---- shared memory: copies in the background, matrix fragments --------------------------------------------------

@@ -29,7 +29,7 @@ constexpr int MAX_THREADS = 512;
 
 __device__ __forceinline__ const Mail& mail_at(i64 mail) { return *reinterpret_cast<const Mail*>(mail); }
 
-// Grid: rows. Block: width / 8 threads, rounded up to a warp. x, weight: may be null (see add_and_norm). early: let the
+// Grid: rows. Block: width / 8 threads, rounded up to a warp. x null: only the sum; weight null: no norm. early: let the
 // next kernel start before the wait.
 template <int N>
 __device__ __forceinline__ void exchange_norm(i64 mail, const Partial& partial, const bf16* x, const bf16* weight,

@@ -112,9 +112,9 @@ __device__ __forceinline__ void add_values(float (&sum)[8], u64 first, u64 secon
   for (int i = 0; i < 8; ++i) sum[i] += value[i];
 }
 
-// What follows a sum over ranks of one row: x_out = x + sum (x null: the sum), and h = RMSNorm(x_out) · weight unless
-// weight is null. All threads of the block call it; w: this thread's weights;
-// each: 1 / width.
+// What follows a sum over ranks of one row, `value`: x_out = x + value, and, with `norm`, h = RMSNorm(x_out) · w. x, w: this
+// thread's eight values of the residual stream, zeros where there is none, and of the norm's weight. each: 1 / width. All
+// threads of the block call it.
 __device__ __forceinline__ void add_and_norm(float (&value)[8], bool inside, i64 base, uint4 x, uint4 w, bool norm,
                                              bf16* x_out, bf16* h, float each, float eps, float* warps) {
   add_values(value, joined(x.x, x.y), joined(x.z, x.w));

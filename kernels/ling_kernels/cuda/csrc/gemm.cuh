@@ -168,11 +168,11 @@ struct Plain {
 };
 
 // Walk this block's tiles. Source: first(), step, width (of a weight row); place(tile), where that is; EARLY: its weights
-// may be loaded before the wait, and if not, settle(place) comes there, and ready() after it; after the wait ask(place), which may load
-// what rows(place, g) needs, and end(); ONE: there is one tile. Factor, if it is SCALED, for widths of whole spans: prepare()
-// before the wait, ask(span) after it with the span's weights, then take() and of(token). Epilogue: expect(place) while the
-// tile's weights are on their way; operator()(place, Sums) by all threads after a barrier; finish() at the end. Shared
-// memory: sums_of.
+// may be loaded before the wait, and if not, settle(place) comes there, and ready() after it; after the wait ask(place),
+// which may load what rows(place, g) needs, and end(); ONE: there is one tile. Factor, if it is SCALED, for widths of whole
+// spans: prepare() before the wait, ask(span) after it with the span's weights, then take() and of(token). Epilogue:
+// expect(place) while the tile's weights are on their way; operator()(place, Sums) by all threads after a barrier;
+// finish() at the end. Shared memory: sums_of.
 //
 // A warp has one span on its way. Right after its products are sent, so is for the next one, weights and tokens, over
 // the seam between two tiles as well: all that a warp waits for is memory. A width that is not made of whole spans is

@@ -1,12 +1,12 @@
-// KDA launches: verify, commit over all layers, and the three kernels of prefill. _uneven: for projections whose rows are
-// not 8-byte aligned.
+// KDA launches: verify; commit and follow, which take all layers and may move a sequence's words too; the three kernels
+// of prefill. _uneven: for projections whose rows are not 8-byte aligned.
 #include "kda_prefill.cuh"
 #include "kda_window.cuh"
 #include "verdict.cuh"
 
 // grid: 8 H blocks. Output without its norm, and sums of squares. At most 128 registers, so that a block finds room early.
 #define KDA_VERIFY(name, even)                                                                                     \
-  extern "C" __global__ void __launch_bounds__(KDA_THREADS, 2)                                                       \
+  extern "C" __global__ void __launch_bounds__(KDA_THREADS, 2)                                                     \
       name(bf16* out, float* sums, float* records, bf16* raw, const bf16* proj, const bf16* history,               \
            float* state, const bf16* conv, const float* a_log, const float* dt_bias, const bf16* o_norm,           \
            int heads, int rows, float lower_bound, const i64* remaining, const u8* done) {                         \
@@ -19,7 +19,7 @@ KDA_VERIFY(kda_verify_sums, true)
 KDA_VERIFY(kda_verify_sums_uneven, false)
 
 // grid: layers * H * 4 blocks, and, where there is a `step`, one before them that moves the sequence's words (verdict.cuh).
-// records, raw: of all layers, one after another.
+// records, raw, history, state: of all layers, one after another. *count: rows to commit.
 extern "C" __global__ void __launch_bounds__(KDA_THREADS, 2)
     kda_commit_layers(const float* records, const bf16* raw, bf16* history, float* state, int heads, int layers, int window,
                       ADVANCE_ARGUMENTS) {
@@ -31,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(KDA_THREADS, 2)
   advance(ADVANCE_JOB);
 }
 
-// The same where the states have advanced already: as many threads as four channels of each layer's history.
+// The same where the states have advanced already. grid: a thread for every four channels of the layers' histories, and
+// that one block.
 extern "C" __global__ void __launch_bounds__(KDA_THREADS)
     kda_follow_layers(const bf16* raw, bf16* history, int heads, int layers, ADVANCE_ARGUMENTS) {
   const int block = blockIdx.x - (step != nullptr);

@@ -1,4 +1,5 @@
-// KDA over a window: verify, which leaves the state as it is, and commit, which replays what was kept.
+// KDA over a window: verify, which leaves the state as it is unless it knows that its only row is kept; commit, which
+// replays what was kept; follow, what is left of a commit where verify has advanced the state.
 #pragma once
 #include "kda.cuh"
 

@@ -1,5 +1,5 @@
-// Mixture of experts for a window: gate_up of the chosen experts and down of all, by the plan that route.cu made, which
-// left the shared expert's gate_up too.
+// Mixture of experts for a window: gate_up of the chosen experts and down of all, by a plan. route.cu makes it, or gate_up
+// itself for one row, and route.cu leaves the shared expert's gate_up too.
 //
 // The plan lists the distinct experts of all rows once, in ascending order behind the shared expert, with the rows
 // that chose each. An expert costs the same for one row as for sixteen, so gate_up computes all rows for every listed
@@ -186,8 +186,8 @@ __device__ __forceinline__ void down_part(
   __shared__ int number;
   const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, group = threadIdx.x % WARP / 4;
 
-  // The plan is settled: every block of gate_up is past its own wait when down starts, so whoever wrote the plan has
-  // finished; but one row's may be gate_up's own, and is looked at again until it is there. One warp reads number and
+  // The plan is settled: every block of gate_up is past its own wait when down starts, so a kernel before it that wrote
+  // the plan has finished. One row's may be gate_up's own, and is looked at again until it is there. One warp reads number and
   // first ids, in one trip: all warps of all blocks would queue for that line at one place of L2 (measured: 1.3 us, up to
   // 3.5). The others follow while the first slots' weights are on their way.
   constexpr int FIRST = WARP - PLAN_IDS;
@@ -220,7 +220,6 @@ __device__ __forceinline__ void down_part(
     tokens[n] = x + (token < live ? token : 0) * pitch + k;
   }
   const u32 slot_pitch = ROW_TILE * pitch;
-
 
   Chunk ring[AHEAD];
   uint4 in[AHEAD][NT] = {};  // zeros stay where a lane has no values of K

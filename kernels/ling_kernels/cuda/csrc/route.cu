@@ -10,7 +10,7 @@
       const bf16* x, const bf16* w, float* out, int live, int n, int k, int width, const u8* asked, int bytes) {  \
     if (blockIdx.x + blockIdx.y + threadIdx.x == 0) prefetch_l2(asked, u32(bytes));                               \
     GivenRows rows = {x};                                                                                         \
-    router_part<NT>(rows, w, out, live, n, k, width);                                                                \
+    router_part<NT>(rows, w, out, live, n, k, width);                                                             \
   }
 ROUTER(router_8, 1)
 ROUTER(router_16, 2)

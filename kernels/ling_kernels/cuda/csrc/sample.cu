@@ -293,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1)
   decide(job, words, candidate_id(best), bad, {tokens, count, anchor, done_out, entry}, s);
 }
 
+// One block. Moves a sequence's words where no commit was left to do it.
 extern "C" __global__ void __launch_bounds__(ADVANCERS) sample_advance(ADVANCE_ARGUMENTS) {
   let_next_start_early();
   wait_for_producer();

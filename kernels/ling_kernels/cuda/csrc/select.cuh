@@ -7,7 +7,8 @@ constexpr int MAX_SLOTS = ROW_TILE * MAX_CHOSEN + 1;
 
 // The plan in 32-bit words: number of slots; expert id and mask of rows by slot; fp32 weights [slot][ROW_TILE]. Slot
 // 0 is the shared expert, with weight 1 for all rows; the others follow in ascending order of their experts.
-// One row's number is 0 and all its ids are NO_ID until they are there; ids that it does not have are then 0.
+// Where gate_up makes one row's, the number is 0 and its ids are NO_ID until they are there; ids that it does not have are
+// then 0.
 constexpr u32 NO_ID = 0xffffffffu;
 constexpr int PLAN_IDS = 4, PLAN_MASKS = PLAN_IDS + MAX_SLOTS, PLAN_WEIGHTS = PLAN_MASKS + MAX_SLOTS + 2;
 
@@ -27,10 +28,9 @@ struct Logits {
   const float* row;
   int second;
 
-  __device__ __forceinline__ float sum(float a, float b) const { return second != 0 ? a + b : a; }
   __device__ __forceinline__ float of(int expert) const {
     const float a = load_activation(row + expert), b = load_activation(row + expert + second);
-    return sum(a, b);
+    return second != 0 ? a + b : a;
   }
 };
 

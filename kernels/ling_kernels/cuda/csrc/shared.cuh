@@ -15,8 +15,8 @@ struct SharedExpert {
 };
 
 // A block's tile of 8 gate and 8 up rows. x: as the router's. AHEAD: chunks that a warp asks for at once, on which no bit
-// depends; ALL: it has no more. Warps behind those that have any add zeros. Shared: warps · 8 NT · PITCH floats.
-template <int NT, int AHEAD, bool ALL, class Source>
+// depends; ONE_TRIP: it has no more. Warps behind those that have any add zeros. Shared: warps · 8 NT · PITCH floats.
+template <int NT, int AHEAD, bool ONE_TRIP, class Source>
 __device__ __forceinline__ void shared_tile(Source& x, const SharedExpert& to, int tile) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / WARP, group = threadIdx.x % WARP / 4, begin = warp * to.each * CHUNK;
@@ -60,7 +60,7 @@ __device__ __forceinline__ void shared_tile(Source& x, const SharedExpert& to, i
 #pragma unroll
     for (int s = 0; s < AHEAD; ++s) multiply(sums, more, w[s], in[s], zero);
     left -= AHEAD;
-    if (ALL || left <= 0) break;
+    if (ONE_TRIP || left <= 0) break;
     k += AHEAD * CHUNK;
     ask();
 #pragma unroll
