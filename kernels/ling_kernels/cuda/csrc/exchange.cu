@@ -61,66 +61,6 @@ __device__ __forceinline__ void exchange_norm(i64 mail, const Partial& partial, 
   if (threadIdx.x == 0) swap.finish();
 }
 
-// The same for one row whose parts the other ranks' kernels push into this one's mailbox (see Push). The threads behind
-// those that add take them, four values each, before the wait: most have come when this rank's own parts are there. The
-// number is settled then: the kernel before lets this one start after its own wait, and came after the last exchange.
-// counter, box, rank: the first number's address, this rank's mailbox and the rank, which Mail has too: as arguments
-// they leave two trips to the first packets. Block: width / 8 threads, rounded up to a warp, and any number of others.
-// Shared: bf16 [N - 1][width].
-template <int N>
-__device__ __forceinline__ void exchange_pushed(i64 mail, i64 counter, i64 own_box, int rank,
-                                                const Partial& partial, const bf16* x, const bf16* weight,
-                                                bf16* x_out, bf16* h, int width, float eps, int early) {
-  DYNAMIC_SHARED(taken);
-  __shared__ __align__(16) float warps[WARP];
-  __shared__ uint4 stash[2][MAX_THREADS];
-  const Mail& from = mail_at(mail);
-  const int at = threadIdx.x * 8, adders = (width + 255) / 256 * WARP;
-  const bool inside = at < width;
-  if (early != 0) let_next_start_early();
-  u32 before;  // exchanges that have been
-  uint4 own = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x < adders) {
-    const Partial::Places places = partial.places(at, inside);
-    if (inside) stash[0][threadIdx.x] = load_settled16(x + at), stash[1][threadIdx.x] = load_weights(weight + at, true);
-    before = load_volatile(reinterpret_cast<const u32*>(counter));
-    wait_for_producer();
-    float sum[8];
-    partial.read(sum, places, at, inside);
-    own = pack(sum);  // all ranks add the same bits
-  } else {
-    before = load_volatile(reinterpret_cast<const u32*>(counter));
-    const i64 packets = load_settled(reinterpret_cast<const i64*>(&from.packets));
-    const i64 blocks = load_settled(reinterpret_cast<const i64*>(&from.blocks));
-    const u32 number = before + 1, pitch = u32(packets) * 16, whole = u32(blocks) * pitch;
-    const char* box = reinterpret_cast<const char*>(own_box) + (number & 1) * N * whole;
-#pragma unroll 1
-    for (int r = 0; r < N - 1; ++r) {
-      const int other = r + (r >= rank);
-      uint2* to = reinterpret_cast<uint2*>(taken) + r * (width / 4);
-#pragma unroll 1
-      for (int i = threadIdx.x - adders; i < width / 4; i += blockDim.x - adders) {
-        to[i] = take_parts(from, box + other * whole + i * 32, partial.parts, pitch, number, other);
-      }
-    }
-    wait_for_producer();
-  }
-  if (early == 0) let_next_start();
-  __syncthreads();
-  const uint4 none = make_uint4(0, 0, 0, 0);
-  const float each = 1.0f / float(width);
-  float sum[8] = {};
-#pragma unroll 2
-  for (int r = 0; r < N; ++r) {
-    uint4 part = own;
-    if (r != rank && inside) part = reinterpret_cast<const uint4*>(taken)[(r - (r > rank)) * (width / 8) + threadIdx.x];
-    add_values(sum, joined(part.x, part.y), joined(part.z, part.w));
-  }
-  const uint4 old = inside ? stash[0][threadIdx.x] : none, w = inside ? stash[1][threadIdx.x] : none;
-  add_and_norm(sum, inside, at, old, w, true, x_out, h, each, eps, warps, adders / WARP);
-  if (threadIdx.x == 0) store_volatile(reinterpret_cast<u32*>(counter), before + 1);
-}
-
 // x_out[row] = table[ids[row]] of a table whose rows first .. first + count are here, the others on other ranks. ids null:
 // a draft block's, `anchor` and then `mask`, at positions *length and on, which are written too.
 struct Named {
@@ -225,11 +165,6 @@ __device__ __forceinline__ void exchange_rows(i64 mail, const float* part, float
       exchange_norm_##N(i64 mail, const void* partial, int parts, int pitch, const bf16* x, const bf16* weight,       \
                         bf16* x_out, bf16* h, int width, float eps, int early) {                                      \
     exchange_norm<N>(mail, {partial, parts, pitch}, x, weight, x_out, h, width, eps, early);                          \
-  }                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(1024, 1)                                                               \
-      exchange_pushed_##N(i64 mail, i64 counter, i64 box, int rank, const void* partial, int parts, int pitch,        \
-                          const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps, int early) { \
-    exchange_pushed<N>(mail, counter, box, rank, {partial, parts, pitch}, x, weight, x_out, h, width, eps, early);    \
   }                                                                                                                   \
   extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                        \
       exchange_embed_##N(i64 mail, const i64* ids, const i64* anchor, const i64* length, i64 mask, i64* positions,    \
