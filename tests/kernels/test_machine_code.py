@@ -57,6 +57,11 @@ def ways(code: list[str]) -> list[list[str]]:
     return [part for part in parts if all(what in "".join(part) for what in ("ACQBULK", "HMMA"))]
 
 
+def wait_in(code: list[str]) -> int:
+    """Where a kernel first waits for the one before it."""
+    return next(i for i, line in enumerate(code) if "ACQBULK" in line)
+
+
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("unit", EARLY)
 def test_weights_are_asked_for_before_the_wait(unit: str, arch: str, tmp_path: Path, compiled: Compiled) -> None:
@@ -90,7 +95,7 @@ def test_no_other_kernel_lets_the_next_one_start_before_it_waits(
         steps = "".join("W" if "ACQBULK" in line else "L" for line in code if re.search("ACQBULK|PREEXIT", line))
         early = STARTS_NEXT_EARLY.fullmatch(name)
         assert steps.startswith("LW") if early else re.fullmatch("(WL)+", steps), f"{name} on {arch}: {steps}"
-        wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+        wait = wait_in(code)
         assert not any(re.search(r"\bSTG|\bRED\b|\bATOMG", line) for line in code[:wait]), f"{name} on {arch} writes"
 
 
@@ -122,7 +127,7 @@ def test_gate_up_that_selects_asks_for_the_logits_right_after_the_wait(
 ) -> None:
     """The bias before it; all weights of a span follow the choice, which has no division but that of the scores."""
     code = disassembled(compiled("moe", arch)[0], tmp_path)[f"experts_choose_gate_up_{quads}"]
-    wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+    wait = wait_in(code)
     loads = [i for i in range(wait, len(code)) if "LDG" in code[i]]
     assert sum("LDG" in line for line in code[:wait]) == quads
     assert loads[0] - wait < 60
@@ -136,7 +141,7 @@ def test_gate_up_asks_for_its_expert_right_after_the_wait(
 ) -> None:
     """Divisions stand before it; then come the expert's id and the plan's length, and all weights of a span."""
     code = disassembled(compiled("moe", arch)[0], tmp_path)[f"experts_gate_up_{tokens}"]
-    wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+    wait = wait_in(code)
     loads = [i for i in range(wait, len(code)) if "LDG" in code[i]]
     assert "MUFU" in "".join(code[:wait])
     assert loads[0] - wait < 20
@@ -147,7 +152,7 @@ def test_gate_up_asks_for_its_expert_right_after_the_wait(
 def test_a_kda_window_is_one_trip_to_memory(arch: str, tmp_path: Path, compiled: Compiled) -> None:
     """State, taps and bias before the wait; then every row of the window before anything is made of one."""
     code = disassembled(compiled("kda", arch)[0], tmp_path)["kda_verify_sums"]
-    wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+    wait = wait_in(code)
     first = next(i for i, line in enumerate(code) if i > wait and "MUFU" in line)
     early, rows = (sum("LDG" in line for line in part) for part in (code[:wait], code[wait:first]))
     assert sum(bool(WIDE.search(line)) for line in code[:wait]) == 7
@@ -174,7 +179,7 @@ def trips(code: list[str]) -> list[int]:
 def test_a_greedy_verdict_is_few_trips_to_memory(arch: str, tmp_path: Path, compiled: Compiled) -> None:
     """Of one row: value and id of a span, and a logit of the tail; of several: all spans, then the tail."""
     code = disassembled(compiled("sample", arch)[0], tmp_path)["sample_verdict_best"]
-    wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+    wait = wait_in(code)
     assert sorted(trips(code[wait:])) in ([3, 16, 24], [3, 40])
 
 
@@ -187,7 +192,7 @@ def mla(request: pytest.FixtureRequest, compiled: Compiled, tmp_path_factory: py
 def test_a_merge_asks_for_all_splits_at_once(mla: dict[str, list[str]]) -> None:
     for name in ("mla_merge", "mla_merge_values"):
         code = mla[name]
-        wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+        wait = wait_in(code)
         wide = [i for i, line in enumerate(code) if i > wait and WIDE.search(line)]
         first = next(i for i, line in enumerate(code) if "SHFL" in line)
         assert len(wide) == 9
@@ -198,7 +203,7 @@ def test_attention_of_one_tile_asks_for_all_queries_before_a_barrier(mla: dict[s
     """Right after the wait: the keys are there already. And what it leaves is stored 16 bytes at a time."""
     for name in ("mla_attend_64_1", "mla_attend_128_1"):
         code = mla[name]
-        wait = next(i for i, line in enumerate(code) if "ACQBULK" in line)
+        wait = wait_in(code)
         barrier = next(i for i, line in enumerate(code) if i > wait and "BAR.SYNC" in line)
         queries = [i for i in range(wait, barrier) if re.search(r"LDG\.\S*128", code[i])]
         assert len(queries) == 36

@@ -10,6 +10,7 @@ from torch import Tensor
 from ling_kernels.cuda.driver import Argument, Device
 from ling_kernels.cuda.lazy import Candidates, Gated, Unembedded, Unnormed, Unselected
 from ling_kernels.cuda.prefill import prefill_experts, prefill_mlp
+from ling_kernels.cuda.recurrent import SLICES
 from ling_kernels.cuda.tiles import (
     CHUNK,
     DEPTH,
@@ -36,7 +37,6 @@ PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS = 4, 4 + MAX_SLOTS, 4 + 2 * MAX_SLOTS + 2
 PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
 DOWN_AHEAD = (9, 8), (10, 6, 5)  # slots that the forms of experts_down ask for at once, for up to 8 and 16 tokens
-HEAD_SLICES = 8  # sums of squares of a head that lacks its norm, as in part.cu
 
 
 class DenseOps:
@@ -138,8 +138,8 @@ class DenseOps:
         out = torch.empty(parts, h.shape[0], n, dtype=torch.float32, device=h.device)
         name, args = "linear_part", []
         if norm is not None:
-            if width % 128 or norm.sums.shape[2] != HEAD_SLICES:
-                text = f"KDA output of {width} values: the kernels need heads of 128, in {HEAD_SLICES} slices"
+            if width % 128 or norm.sums.shape[2] != SLICES:
+                text = f"KDA output of {width} values: the kernels need heads of 128, in {SLICES} slices"
                 raise KernelError(text)
             name, args = "linear_part_normed", [norm.sums, float(norm.eps)]
         warps = min(PART_WARPS, part // (DEPTH * CHUNK))
