@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ling_kernels.cuda import dense, tiles
+from ling_kernels.cuda import dense, recurrent, tiles
 from ling_kernels.cuda.compile import SOURCES
 
 H200 = 132
@@ -88,4 +88,4 @@ def test_python_and_cuda_agree_on_constants() -> None:
 
     assert (constant("CHUNK"), constant("DEPTH"), constant("PITCH")) == (tiles.CHUNK, tiles.DEPTH, tiles.PITCH)
     assert (constant("MAX_EXPERTS"), constant("MAX_CHOSEN")) == (dense.MAX_EXPERTS, dense.MAX_CHOSEN)
-    assert constant("HEAD_SLICES") == dense.HEAD_SLICES
+    assert constant("HEAD_SLICES") == recurrent.SLICES
