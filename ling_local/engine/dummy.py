@@ -20,7 +20,10 @@ from ling_local.engine.weights import Weights, assemble, empty_fields
 __all__ = ["FLASH", "MODELS", "TINY", "draft_for", "dummy_draft", "dummy_weights", "shard_of"]
 
 ROUTER_BIAS = "mlp.bias"
-SETTLING = 1e4  # biases then lie some 1,000 apart; the scores that they are added to are between 0 and 1
+# Of a router's biases. The scores that they are added to are between 0 and 1, and the best of hundreds lie close
+# together: biases of 0.1 made some experts so popular that nine rows chose 54 in place of 68.
+UNNOTICED, SETTLED = 1e-4, 1e3
+VECTOR_SCALE = 0.1
 
 
 def dummy_weights(
@@ -36,8 +39,8 @@ def dummy_weights(
     however many ranks share it. settled: see `protocol.Dummy`."""
     fields = _fields(model_layout(config, shard.size), dtype, device, seed, shard, progress)
     for name, field in fields.items():
-        if settled and name.endswith(ROUTER_BIAS):
-            field.mul_(SETTLING)
+        if name.endswith(ROUTER_BIAS):
+            field.mul_((SETTLED if settled else UNNOTICED) / VECTOR_SCALE)
     return assemble(config, fields, shard)
 
 
@@ -76,7 +79,7 @@ def _fields(
             target.fill_(1.0)
             continue
         whole = torch.empty(spec.shape, dtype=target.dtype, device=device)
-        scale = 0.1 if len(spec.shape) == 1 else math.prod(spec.shape[1:]) ** -0.5
+        scale = VECTOR_SCALE if len(spec.shape) == 1 else math.prod(spec.shape[1:]) ** -0.5
         whole.normal_(0.0, scale, generator=generator.manual_seed(1_000_003 * seed + number))
         target.copy_(whole[shard.slices(spec)].reshape(target.shape))
     if progress:

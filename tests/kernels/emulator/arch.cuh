@@ -231,6 +231,10 @@ inline void store16(void* to, const uint4& v) {
   std::memcpy(to, &v, 16);
 }
 inline float load_constant(const float* from) { return *from; }
+inline float4 load_constant(const float4* from) {
+  if (uintptr_t(from) & 15) emulator::fail("a 16-byte load is not aligned");
+  return *from;
+}
 inline float load_settled(const float* from) { return *from; }
 inline i64 load_settled(const i64* from) { return *from; }
 inline u32 load_settled(const u32* from) { return *from; }

@@ -136,6 +136,11 @@ __device__ __forceinline__ float load_constant(const float* from) {
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(from));
   return v;
 }
+__device__ __forceinline__ float4 load_constant(const float4* from) {
+  float4 v;
+  asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
+  return v;
+}
 
 // 16 bytes that an earlier kernel wrote: through L1, only after the wait. Zeros where `live` is false.
 __device__ __forceinline__ uint4 load16(const void* from, bool live = true) {

@@ -101,12 +101,16 @@ struct Choice {
   bool mine;
   int expert, below;
 
-  __device__ __forceinline__ Choice(const Router& router, const Logits& logits, const float* bias, OneRow<QUADS>* at)
-      : router(router), logits(logits), at(at), share(router, logits, bias) {
+  __device__ __forceinline__ Choice(
+      const Router& router, const Logits& logits, const float* bias, OneRow<QUADS>* at, bool mine)
+      : router(router), logits(logits), at(at), share(router, logits, bias, mine), mine(mine) {}
+
+  // One warp of the block, another one in each block of a multiprocessor.
+  __device__ __forceinline__ static bool is_chooser(OneRow<QUADS>& at) {
     const int warps = blockDim.x / WARP, slot = warp_slot();
-    if (threadIdx.x == 0) at->chooser = ((slot / warps - slot) & 3) % warps;
+    if (threadIdx.x == 0) at.chooser = ((slot / warps - slot) & 3) % warps;
     __syncthreads();
-    mine = int(threadIdx.x) / WARP == at->chooser;
+    return int(threadIdx.x) / WARP == at.chooser;
   }
   __device__ __forceinline__ void choose() {
     if (mine) {
@@ -299,7 +303,8 @@ EXPERTS_GATE_UP(experts_gate_up_16, 2)
       int inner, int pitch, float limit, int width) {                                                             \
     __shared__ OneRow<QUADS> row;                                                                                 \
     const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};                        \
-    Choice<QUADS> choice(router, Logits{logits, second}, bias, &row);                                             \
+    const bool mine = Choice<QUADS>::is_chooser(row);                                                             \
+    Choice<QUADS> choice(router, Logits{logits, second}, bias, &row, mine);                                       \
     const ChoosingGateUp<QUADS> source = {{routed, plan, inner, width, int(gridDim.x)}, &choice};                 \
     StoreChosen<QUADS> store = {source, {experts, weights, plan}, out, pitch, limit};                             \
     stream_tiles<1>(source, Tokens{x, width, width, 1}, Plain{}, store);                                          \

@@ -76,7 +76,8 @@ struct Share {
   int second, group, member, first, step, quads;
   u32 all, fellows;  // its experts, the first one in the highest bit; the lanes of its group
 
-  __device__ __forceinline__ Share(const Router& router, const Logits& from, const float* biases) {
+  // asks: whether this warp, all of it, is to choose; of the others none needs the bias.
+  __device__ __forceinline__ Share(const Router& router, const Logits& from, const float* biases, bool asks = true) {
     const int lane = threadIdx.x % WARP, size = router.size(), lanes = router.lanes();
     second = from.second, group = router.group_of(lane), member = lane & (lanes - 1), step = 4 * lanes;
     first = group * size + 4 * member;
@@ -85,7 +86,7 @@ struct Share {
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
       const int place = q < quads ? first + q * step : 0;  // of nothing: what can be read
-      const float4 v = load_settled(reinterpret_cast<const float4*>(biases + place));
+      const float4 v = asks ? load_constant(reinterpret_cast<const float4*>(biases + place)) : make_float4(0, 0, 0, 0);
       const float values[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) bias[q][i] = q < quads ? values[i] : -infinity();
