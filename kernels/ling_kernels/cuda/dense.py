@@ -36,7 +36,7 @@ CHOOSING = 128  # experts of which a lane has four where gate_up chooses; of mor
 PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS = 4, 4 + MAX_SLOTS, 4 + 2 * MAX_SLOTS + 2
 PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
-DOWN_AHEAD = (9, 8), (10, 6, 5)  # slots that the forms of experts_down ask for at once, for up to 8 and 16 tokens
+DOWN_AHEAD = (9, 8), (8, 5, 3)  # slots that the forms of experts_down ask for at once, for up to 8 and 16 tokens
 
 
 class DenseOps:
@@ -276,7 +276,8 @@ class DenseOps:
         warps, parts = down_shape(pitch)
         out = torch.empty(parts, h.shape[0], width, dtype=torch.float32, device=h.device)
         args = [mid, params.shared.down, params.down, plan, out, shared, inner, pitch, h.shape[0], rows, width]
-        tiles, bytes_needed = -(-width // 16), sums_bytes(warps, rows, 1)
+        together = 1 if rows <= 8 else 2  # tiles of a warp
+        tiles, bytes_needed = -(-width // (16 * together)), sums_bytes(warps, rows, together)
         name = self._down_name(rows, tiles * parts, warps * 32, bytes_needed)
         self.device.launch(name, (tiles, parts), warps * 32, args, bytes_needed)
         return out

@@ -23,6 +23,12 @@ class Int64:
 
 Argument = Tensor | Int64 | int | float | None
 
+# How much of a multiprocessor's memory some kernels want as shared memory, the rest as L1, in percent. The others take
+# the split that they find, and while launches overlap, none changes it: a multiprocessor has to be empty for that. So
+# attention of several rows, which leaves 28 KB of L1, is followed by one that wants another: gate_up reads more than that
+# of activations again and again (measured: some multiprocessors took twice the time, and everything waits for the last).
+SHARED_PERCENT = {"mla_merge": 25}
+
 
 @dataclass(frozen=True, slots=True)
 class Properties:
@@ -98,6 +104,8 @@ class Device:
     def _function(self, name: str, shared: int) -> object:
         if name not in self._functions:
             self._functions[name] = self._find(name)
+            if name in SHARED_PERCENT:
+                self._set(name, "PREFERRED_SHARED_MEMORY_CARVEOUT", SHARED_PERCENT[name])
         if shared > self._granted.get(name, 48 * 1024):  # above this a kernel must ask, once for the most it will have
             if shared > self.properties.shared_bytes:
                 limit = self.properties.shared_bytes

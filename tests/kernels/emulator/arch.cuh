@@ -263,6 +263,7 @@ inline void prefetch_l2(const void* from, u32 bytes) {
   if ((uintptr_t(from) | bytes) & 15) emulator::fail("a prefetch is not aligned");
   emulator::check_known(from, bytes);
 }
+inline void prefetch_line(const void* at) { emulator::check_known(at, 1); }
 
 inline void wait_for_producer() { emulator::wait_for_producer(); }
 inline void let_next_start() {

@@ -165,6 +165,11 @@ __device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
 #endif
 }
 
+// The same for the line around an address.
+__device__ __forceinline__ void prefetch_line(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
+}
+
 // Words that are no weights but settled: written several kernels ago and by none that may still run. They may be read
 // before the wait, from L2, because L1 may hold them as they were a step ago. Also for small weights that a block reads
 // once: they stay before the wait.
