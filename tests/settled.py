@@ -23,7 +23,7 @@ from ling_kernels.cuda.driver import Argument
 SETTLED = {
     "exchange_norm": (3,),
     **{f"exchange_norm_{ranks}": (4,) for ranks in (2, 4, 8)},
-    **{f"experts_down_{form}": (3,) for form in ("8_9", "8_8", "16_8", "16_5", "16_3")},
+    **{f"experts_down_{form}": (3,) for form in ("8_9", "8_8", "16_10", "16_6", "16_5")},
     "linear_normed": (3,),
     "router_normed": (3,),
     "kda_verify_sums": (5, 6, 14, 15),

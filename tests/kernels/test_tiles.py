@@ -45,6 +45,19 @@ def test_every_tile_belongs_to_one_block(size: tuple[int, int, int], slots: int)
     assert owned == list(range(count))
 
 
+@given(sizes, st.integers(0, 4000))
+def test_an_even_deal_leaves_no_slot_empty_and_no_block_two_tiles_behind(
+    size: tuple[int, int, int], slots: int
+) -> None:
+    count = size[0]
+    per, extra, blocks = tiles.even_deal(count, slots)
+    assert blocks == min(count, max(slots, 1))
+    first = [block * per + min(block, extra) for block in range(blocks + 1)]  # as Deal in gemm.cuh
+    assert (first[0], first[-1]) == (0, count)
+    assert {b - a for a, b in zip(first, first[1:], strict=False)} <= {per, per + 1}
+    assert per >= 1
+
+
 @pytest.mark.parametrize(("count", "width"), PUBLISHED)
 def test_published_shapes_keep_enough_on_the_way(count: int, width: int) -> None:
     warps = tiles.warps_for(count, width, H200)

@@ -17,6 +17,7 @@ from ling_kernels.cuda.tiles import (
     PART_WARPS,
     contest_bytes,
     down_shape,
+    even_deal,
     part_width,
     parts_for,
     router_parts,
@@ -36,7 +37,7 @@ CHOOSING = 128  # experts of which a lane has four where gate_up chooses; of mor
 PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS = 4, 4 + MAX_SLOTS, 4 + 2 * MAX_SLOTS + 2
 PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
-DOWN_AHEAD = (9, 8), (8, 5, 3)  # slots that the forms of experts_down ask for at once, for up to 8 and 16 tokens
+DOWN_AHEAD = (9, 8), (10, 6, 5)  # slots that the forms of experts_down ask for at once, for up to 8 and 16 tokens
 
 
 class DenseOps:
@@ -167,10 +168,12 @@ class DenseOps:
         n, width = weight.shape
         logits = torch.empty(h.shape[0], n, dtype=torch.float32, device=h.device)
         tiles = -(-n // 16)
-        per, blocks = self._deal("head", tiles, width, rows)
+        per = tiles_per_block(tiles, self._slots("head", tiles, width, rows))  # alike, for the ranges of candidates
+        blocks = -(-tiles // per)
         values = torch.empty(blocks, ROW_TILE, dtype=torch.float32, device=h.device)
         ids = torch.empty(blocks, ROW_TILE, dtype=torch.int32, device=h.device)
-        self._stream("head", tiles, width, rows, [h, weight, logits, values, ids, rows, n, width])
+        args = [h, weight, logits, values, ids, rows, n, width, per]
+        self._stream("head", tiles, width, rows, args, blocks)
         self.candidates = Candidates(logits, values, ids, per * 16)
         return logits
 
@@ -276,8 +279,7 @@ class DenseOps:
         warps, parts = down_shape(pitch)
         out = torch.empty(parts, h.shape[0], width, dtype=torch.float32, device=h.device)
         args = [mid, params.shared.down, params.down, plan, out, shared, inner, pitch, h.shape[0], rows, width]
-        together = 1 if rows <= 8 else 2  # tiles of a warp
-        tiles, bytes_needed = -(-width // (16 * together)), sums_bytes(warps, rows, together)
+        tiles, bytes_needed = -(-width // 16), sums_bytes(warps, rows, 1)
         name = self._down_name(rows, tiles * parts, warps * 32, bytes_needed)
         self.device.launch(name, (tiles, parts), warps * 32, args, bytes_needed)
         return out
@@ -288,20 +290,22 @@ class DenseOps:
         fits = (name for name in names if self.device.resident(name, threads, bytes_needed) >= blocks)
         return next(fits, names[-1])
 
-    def _deal(self, name: str, tiles: int, width: int, rows: int) -> tuple[int, int]:
-        """Tiles per block, and blocks."""
+    def _slots(self, name: str, tiles: int, width: int, rows: int) -> int:
+        """Blocks of one of the kernels that walk tiles of a matrix which the machine holds at once."""
         warps = warps_for(tiles, width, self.device.properties.num_sms)
-        slots = self.device.resident(_named(name, rows), warps * 32, sums_bytes(warps, rows))
-        per = tiles_per_block(tiles, slots)
-        return per, -(-tiles // per)
+        return self.device.resident(_named(name, rows), warps * 32, sums_bytes(warps, rows))
 
-    def _stream(self, name: str, tiles: int, width: int, rows: int, args: list[Argument]) -> None:
-        """Launch one of the kernels that walk tiles of a matrix; their last argument is how many a block has."""
+    def _stream(
+        self, name: str, tiles: int, width: int, rows: int, args: list[Argument], blocks: int | None = None
+    ) -> None:
+        """Launch one of them. blocks None: the tiles are dealt out evenly, and how is its last arguments."""
         _check_window(args[0], rows)
         _width("width of a projection", width)
+        if blocks is None:
+            *deal, blocks = even_deal(tiles, self._slots(name, tiles, width, rows))
+            args = [*args, *deal]
         warps = warps_for(tiles, width, self.device.properties.num_sms)
-        per, blocks = self._deal(name, tiles, width, rows)
-        self.device.launch(_named(name, rows), blocks, warps * 32, [*args, per], sums_bytes(warps, rows))
+        self.device.launch(_named(name, rows), blocks, warps * 32, args, sums_bytes(warps, rows))
 
     def _gate(self, gate: Tensor) -> Tensor:
         """The router's weight as the kernel takes it, made at first use and kept: bf16 [E, D], or, for fp32, three bf16

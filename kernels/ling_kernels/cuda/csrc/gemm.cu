@@ -80,12 +80,13 @@ struct StoreLogits {
 // Rows gate and up of one dense MLP.
 struct GateUp {
   const bf16* weight;
-  int inner, width, per;
+  int inner, width;
+  Deal deal;
   static constexpr int step = 1;
   static constexpr bool ONE = false, EARLY = true;
 
-  __device__ __forceinline__ int first() const { return blockIdx.x * per; }
-  __device__ __forceinline__ int end() const { return min((inner + 7) / 8, first() + per); }
+  __device__ __forceinline__ int first() const { return deal.first(); }
+  __device__ __forceinline__ int end() const { return deal.end((inner + 7) / 8); }
   __device__ __forceinline__ int place(int tile) const { return tile; }
   __device__ __forceinline__ void ask(int) const {}
   __device__ __forceinline__ Rows rows(int tile, int group) const {
@@ -95,9 +96,9 @@ struct GateUp {
 
 template <int NT>
 __device__ __forceinline__ void linear(
-    const bf16* x, const bf16* w, bf16* out, int live, int n, int k, int per) {
+    const bf16* x, const bf16* w, bf16* out, int live, int n, int k, Deal deal) {
   StoreRows<NT> store = {out, n, live};
-  stream_tiles<NT>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store);
+  stream_tiles<NT>(Matrix{w, n, k, deal}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
 // One row that every block makes for itself.
@@ -111,9 +112,9 @@ struct NormedRow : Tokens {
 
 template <int NT>
 __device__ __forceinline__ void mlp_gate_up(
-    const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, int per) {
+    const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, Deal deal) {
   StoreSwiglu<NT> store = {out, inner, live, limit};
-  stream_tiles<NT>(GateUp{w, inner, k, per}, Tokens{x, k, k, live}, Plain{}, store);
+  stream_tiles<NT>(GateUp{w, inner, k, deal}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
 template <int NT>
@@ -123,14 +124,14 @@ __device__ __forceinline__ void head(
   __shared__ int best_id[ROW_TILE * 16];
   StoreLogits<NT> store = {out, values, ids, n, live, best, best_id};
   store.begin();
-  stream_tiles<NT>(Matrix{w, n, k, per}, Tokens{x, k, k, live}, Plain{}, store);
+  stream_tiles<NT>(Matrix{w, n, k, {per, 0}}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
-// x [*, k], w [n, k] -> out [*, n]; `live` rows. Grid: ceil(n / 16 / per). Shared: 2 · warps · 8 NT · PITCH floats.
+// x [*, k], w [n, k] -> out [*, n]; `live` rows. Grid: see Deal. Shared: 2 · warps · 8 NT · PITCH floats.
 #define LINEAR(NAME, NT)                                                                                          \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* w, bf16* out, int live, int n, int k, int per) {                                 \
-    linear<NT>(x, w, out, live, n, k, per);                                                                       \
+      const bf16* x, const bf16* w, bf16* out, int live, int n, int k, int per, int extra) {                      \
+    linear<NT>(x, w, out, live, n, k, {per, extra});                                                              \
   }
 LINEAR(linear_8, 1)
 LINEAR(linear_16, 2)
@@ -146,14 +147,14 @@ extern "C" __global__ void __launch_bounds__(512, 1) linear_normed(
   bf16* row = reinterpret_cast<bf16*>(sums_of<1>(reinterpret_cast<float*>(shared), 2));
   const RowToNorm made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};
   StoreRows<1> store = {out, n, 1};
-  stream_tiles<1>(Matrix{w, n, k, 1}, NormedRow{{row, k, k, 1}, made}, Plain{}, store);
+  stream_tiles<1>(Matrix{w, n, k, {1, 0}}, NormedRow{{row, k, k, 1}, made}, Plain{}, store);
 }
 
-// x [*, k], w [2 inner, k] rows gate‖up -> out [*, inner]. Grid: ceil(inner / 8 / per).
+// x [*, k], w [2 inner, k] rows gate‖up -> out [*, inner]. Grid: see Deal.
 #define MLP_GATE_UP(NAME, NT)                                                                                     \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, int per) {                \
-    mlp_gate_up<NT>(x, w, out, limit, live, inner, k, per);                                                       \
+      const bf16* x, const bf16* w, bf16* out, float limit, int live, int inner, int k, int per, int extra) {     \
+    mlp_gate_up<NT>(x, w, out, limit, live, inner, k, {per, extra});                                              \
   }
 MLP_GATE_UP(mlp_gate_up_8, 1)
 MLP_GATE_UP(mlp_gate_up_16, 2)

@@ -319,15 +319,26 @@ __device__ __forceinline__ void stream_tiles(
   epilogue.finish();
 }
 
-// Tiles of 16 rows of one matrix [n, width]; block b has tiles b * per up to (b + 1) * per.
+// `per` tiles, neighbours, for every block, and one more for the first `extra` of them.
+struct Deal {
+  int per, extra;
+
+  __device__ __forceinline__ int first() const { return blockIdx.x * per + min(int(blockIdx.x), extra); }
+  __device__ __forceinline__ int end(int tiles) const {
+    return min(tiles, first() + per + (int(blockIdx.x) < extra ? 1 : 0));
+  }
+};
+
+// Tiles of 16 rows of one matrix [n, width].
 struct Matrix {
   const bf16* weight;
-  int n, width, per;
+  int n, width;
+  Deal deal;
   static constexpr int step = 1;
   static constexpr bool ONE = false, EARLY = true;
 
-  __device__ __forceinline__ int first() const { return blockIdx.x * per; }
-  __device__ __forceinline__ int end() const { return min((n + 15) / 16, first() + per); }
+  __device__ __forceinline__ int first() const { return deal.first(); }
+  __device__ __forceinline__ int end() const { return deal.end((n + 15) / 16); }
   __device__ __forceinline__ int place(int tile) const { return tile; }
   __device__ __forceinline__ void ask(int) const {}
   __device__ __forceinline__ const bf16* row(int at) const { return weight + i64(at < n ? at : 0) * width; }

@@ -181,8 +181,7 @@ struct Experts {
 // One part of out[token, rows of this block] = sum over slots of down[slot] · x[slot, token]. Each warp of the whole grid
 // has one chunk of K, the same of every expert, and walks all experts in ascending order: which experts a warp has never
 // depends on the other rows. K is shared between blocks (see part.cu), and exchange_norm adds the parts.
-// AHEAD: slots whose weights and tokens a warp asks for at once. A warp has NT tiles of 16 rows: with as many bytes of nine
-// tokens for one tile as of its weights, what L2 can send was the limit (5.5 TB/s of both, where memory sends 4.2).
+// AHEAD: slots whose weights and tokens a warp asks for at once.
 template <int NT, int AHEAD>
 __device__ __forceinline__ void down_part(
     const Experts& experts, const bf16* x, float* out, int pitch, int rows, int live, int width) {
@@ -212,16 +211,11 @@ __device__ __forceinline__ void down_part(
 
   const int k = (blockIdx.y * warps + warp) * CHUNK + threadIdx.x % 4 * 8;
   // Past the end of a matrix it is its first row, past the end of a row its beginning, which meets tokens of zero.
-  const int tile = blockIdx.x * NT, first_row = tile * 16 + group < width ? tile * 16 + group : 0;
+  const int row = blockIdx.x * 16 + group, low = row < width ? row : 0, high = row + 8 < width ? row + 8 : 0;
   const bool in_shared = k < experts.shared_inner, in_routed = k < experts.inner;
-  const bf16* shared_rows = experts.shared + i64(first_row) * experts.shared_inner + (in_shared ? k : 0);
-  const bf16* routed_rows = experts.routed + i64(first_row) * experts.inner + (in_routed ? k : 0);
-  int further[2 * NT];  // rows from there to each of this lane's
-#pragma unroll
-  for (int i = 0; i < 2 * NT; ++i) {
-    const int row = tile * 16 + group + 8 * i;
-    further[i] = (row < width ? row : 0) - first_row;
-  }
+  const bf16* shared_low = experts.shared + i64(low) * experts.shared_inner + (in_shared ? k : 0);
+  const bf16* routed_low = experts.routed + i64(low) * experts.inner + (in_routed ? k : 0);
+  const int shared_high = (high - low) * experts.shared_inner, routed_high = (high - low) * experts.inner;
   const u32 stride = u32(width) * experts.inner;  // from expert to expert
   const bf16* tokens[NT];
 #pragma unroll
@@ -231,28 +225,25 @@ __device__ __forceinline__ void down_part(
   }
   const u32 slot_pitch = ROW_TILE * pitch;
 
-  Chunk ring[AHEAD][NT];
+  Chunk ring[AHEAD];
   uint4 in[AHEAD][NT] = {};  // zeros stay where a lane has no values of K
-  auto weights = [&](int s, const bf16* from, int inner, bool there) {
-#pragma unroll
-    for (int t = 0; t < NT; ++t) {
-      load_weights_into(ring[s][t].low, from + further[2 * t] * inner, there);
-      load_weights_into(ring[s][t].high, from + further[2 * t + 1] * inner, there);
-    }
-  };
-  weights(0, shared_rows, experts.shared_inner, true);  // whatever the plan says
+  load_weights_into(ring[0].low, shared_low, true);  // whatever the plan says
+  load_weights_into(ring[0].high, shared_low + shared_high, true);
   __syncthreads();
   const int slots = number;
 #pragma unroll
   for (int s = 1; s < AHEAD; ++s) {
-    weights(s, routed_rows + u64(s < slots ? ids[s] : 0) * stride, experts.inner, s < slots);
+    const bf16* from = routed_low + u64(s < slots ? ids[s] : 0) * stride;
+    load_weights_into(ring[s].low, from, s < slots);
+    load_weights_into(ring[s].high, from + routed_high, s < slots);
   }
   if (slots > FIRST) {
     for (int s = FIRST + threadIdx.x; s < slots; s += blockDim.x) ids[s] = load_settled(experts.plan + PLAN_IDS + s);
     __syncthreads();
   }
   const Own<NT, 16> own;
-  const int at = tile * 16 + own.value, begin = blockIdx.y * rows * width + at;
+  const int at = blockIdx.x * 16 + own.value;
+  const int stored = at < width ? live : 0, begin = blockIdx.y * rows * width + at;
 #pragma unroll
   for (int n = 0; n < NT; ++n) settle_here(tokens[n]);
   wait_for_producer();
@@ -264,19 +255,19 @@ __device__ __forceinline__ void down_part(
       load_activations_into(in[s][n], tokens[n] + u64(slot_pitch) * s, s < slots && (s == 0 ? in_shared : in_routed));
     }
   }
-  float sums[NT][NT][4] = {};
+  float sums[NT][4] = {};
   for (int first = 0; first < slots; first += AHEAD) {
 #pragma unroll
     for (int s = 0; s < AHEAD; ++s) {
-      if (first + s >= slots) break;
-#pragma unroll
-      for (int t = 0; t < NT; ++t) multiply(sums[t], ring[s][t], in[s]);
+      if (first + s < slots) multiply(sums, ring[s], in[s]);
     }
 #pragma unroll
     for (int s = 0; s < AHEAD; ++s) {
       const int slot = first + AHEAD + s;
       if (slot >= slots) break;
-      weights(s, routed_rows + u64(ids[slot]) * stride, experts.inner, true);
+      const bf16* from = routed_low + u64(ids[slot]) * stride;
+      load_weights_into(ring[s].low, from, true);
+      load_weights_into(ring[s].high, from + routed_high, true);
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
         in[s][n] = make_uint4(0, 0, 0, 0);
@@ -284,16 +275,10 @@ __device__ __forceinline__ void down_part(
       }
     }
   }
-#pragma unroll
-  for (int t = 0; t < NT; ++t) Sums<NT>{reinterpret_cast<float*>(shared) + t * warps * Sums<NT>::SIZE}.put(warp, sums[t]);
+  Sums<NT> all = {reinterpret_cast<float*>(shared)};
+  all.put(warp, sums);
   __syncthreads();
-#pragma unroll
-  for (int t = 0; t < NT; ++t) {
-    const Sums<NT> all = {reinterpret_cast<float*>(shared) + t * warps * Sums<NT>::SIZE};
-    own.each(at + 16 * t < width ? live : 0, [&](int token, int place) {
-      out[begin + 16 * t + token * width] = all.at(place);
-    });
-  }
+  own.each(stored, [&](int token, int place) { out[begin + token * width] = all.at(place); });
 }
 
 // x [*, width], routed [E, 2 inner, width] -> out [slots, ROW_TILE, pitch] from the second slot on. Grid: any number of
@@ -328,8 +313,8 @@ EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_1, 1)
 EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_4, 4)
 
 // x as gate_up and the plan's kernel left it, shared [width, shared_inner], routed [E, width, inner] -> out [parts, rows,
-// width] fp32, `live` rows of each. Grid: ceil(width / 16 NT), parts; parts · warps chunks are at least as long as a row.
-// Shared: NT · warps · 8 NT · PITCH floats.
+// width] fp32, `live` rows of each. Grid: ceil(width / 16), parts; parts · warps chunks are at least as long as a row.
+// Shared: warps · 8 NT · PITCH floats.
 #define EXPERTS_DOWN(NAME, NT, AHEAD, BLOCKS)                                                                     \
   extern "C" __global__ void __launch_bounds__(128, BLOCKS) NAME(                                                 \
       const bf16* x, const bf16* shared, const bf16* routed, const u32* plan, float* out, int shared_inner,       \
@@ -338,6 +323,6 @@ EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_4, 4)
   }
 EXPERTS_DOWN(experts_down_8_9, 1, 9, 3)  // all slots of one row at once
 EXPERTS_DOWN(experts_down_8_8, 1, 8, 4)
-EXPERTS_DOWN(experts_down_16_8, 2, 8, 2)
-EXPERTS_DOWN(experts_down_16_5, 2, 5, 3)
-EXPERTS_DOWN(experts_down_16_3, 2, 3, 4)
+EXPERTS_DOWN(experts_down_16_10, 2, 10, 2)
+EXPERTS_DOWN(experts_down_16_6, 2, 6, 3)
+EXPERTS_DOWN(experts_down_16_5, 2, 5, 4)

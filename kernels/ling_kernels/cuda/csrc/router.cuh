@@ -48,7 +48,7 @@ __device__ __forceinline__ void router_part(
   const int column = lane % 4 * 8, chunks = (width + CHUNK - 1) / CHUNK;
   const int tile = blockIdx.x, per = (chunks + gridDim.y - 1) >> (gridDim.y - 1);
   const int first = blockIdx.y * per, end = min(chunks, first + per);
-  const Rows rows = Matrix{w, n, width, 1}.rows(tile, lane / 4);
+  const Rows rows = Matrix{w, n, width, {1, 0}}.rows(tile, lane / 4);
   const RouterTokens<NT> tokens = {k, (k + CHUNK - 1) / CHUNK, live, column, Source::PADDED ? k : 0};
   int chunk = first + warp;
   Chunk ring[DEPTH];
