@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 import device_checks as checks
 from device_checks import Place
 from emulator import ORDERS
-from ling_kernels.cuda.dense import DOWN_AHEAD, DenseOps
+from ling_kernels.cuda import dense
+from ling_kernels.cuda.dense import DOWN_FORMS, DenseOps
 from ling_kernels.cuda.lazy import Gated
 from ling_kernels.cuda.tiles import router_parts
 from ling_kernels.ops import ROW_TILE, KernelError, Routing
@@ -194,11 +196,12 @@ def test_every_form_of_down_leaves_the_same_bits(place: Place, monkeypatch: pyte
     params = checks.moe_params(place, 64, 136, 40, 4, 8)
     place.constant(place.ops._gate(params.gate))
     x = place.rand(ROW_TILE, 136, seed=33)
-    for rows, forms in ((1, DOWN_AHEAD[0]), (9, DOWN_AHEAD[1])):
+    for rows, forms, tiles in ((1, DOWN_FORMS[0], (1,)), (9, DOWN_FORMS[1], (1, 2, 4))):
         routing, found = place.ops.route(x, params, rows), []
-        for ahead in forms:
+        for ahead, together in itertools.product(forms, tiles):
             name = f"experts_down_{8 if rows <= 8 else 16}_{ahead}"
             monkeypatch.setattr(DenseOps, "_down_name", lambda *_, name=name: name)
+            monkeypatch.setattr(dense, "tiles_together", lambda *_, together=together: together)
             found.append(checks.whole(place.ops.experts(x, routing, params, rows))[:rows].clone())
             assert place.ops.device.launched[-1] == name
         for other in found[1:]:

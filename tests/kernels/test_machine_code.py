@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ling_kernels.cuda.compile import units
-from ling_kernels.cuda.dense import DOWN_AHEAD
+from ling_kernels.cuda.dense import DOWN_FORMS
 
 Compiled = Callable[[str, str], tuple[bytes, str]]
 
@@ -29,7 +29,7 @@ EARLY = {
     | {"router_normed": [8 + 2, SHARED + 2]}
     | {f"{name}_{tokens}": SHARED for name in ("route_select", "route_plan") for tokens in (8, 16)},
     "part": {f"{name}_{tokens}": 8 for name in ("linear_part", "linear_part_normed") for tokens in (8, 16)},
-    "moe": {f"experts_down_{8 * at}_{slots}": 2 * slots for at, forms in enumerate(DOWN_AHEAD, 1) for slots in forms},
+    "moe": {f"experts_down_{8 * at}_{slots}": 2 * slots for at, forms in enumerate(DOWN_FORMS, 1) for slots in forms},
 }
 WIDE = re.compile(r"LDG\S*\.128")
 NOT_THE_PLAN = re.compile(r"LDG(?!\S*STRONG)\S*\.128")  # which is read before the wait too, from L2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,21 @@ def test_an_even_deal_leaves_no_slot_empty_and_no_block_two_tiles_behind(
     assert blocks == min(count, max(slots, 1))
     first = [block * per + min(block, extra) for block in range(blocks + 1)]  # as Deal in gemm.cuh
     assert (first[0], first[-1]) == (0, count)
-    assert {b - a for a, b in zip(first, first[1:], strict=False)} <= {per, per + 1}
+    assert {b - a for a, b in pairwise(first)} <= {per, per + 1}
     assert per >= 1
+
+
+@pytest.mark.parametrize(("inner", "count", "most"), [(512, 96, 12), (384, 160, 16), (192, 160, 8)])
+def test_down_of_published_shapes_fills_the_machine_with_blocks_of_several_tiles(
+    inner: int, count: int, most: int
+) -> None:
+    """Tiny's, flash's on a rank of two and of four. most: warps of the multiprocessor that has the most."""
+    each, parts = tiles.down_shape(inner)
+    together = tiles.tiles_together(count, parts, each, H200)
+    blocks = -(-count // together) * parts
+    assert together > 1
+    assert -(-blocks // H200) * together * each == most
+    assert most <= tiles.MAX_WARPS
 
 
 @pytest.mark.parametrize(("count", "width"), PUBLISHED)

@@ -25,6 +25,7 @@ from ling_kernels.cuda.tiles import (
     shared_chunks,
     sums_bytes,
     tiles_per_block,
+    tiles_together,
     warps_for,
 )
 from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, MoeParams, Routing
@@ -37,7 +38,9 @@ CHOOSING = 128  # experts of which a lane has four where gate_up chooses; of mor
 PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS = 4, 4 + MAX_SLOTS, 4 + 2 * MAX_SLOTS + 2
 PLAN_WORDS = PLAN_WEIGHTS + MAX_SLOTS * ROW_TILE
 MAX_WIDTH = 8192  # of a row that one block norms
-DOWN_AHEAD = (9, 8), (10, 6, 5)  # slots that the forms of experts_down ask for at once, for up to 8 and 16 tokens
+# Slots that the forms of experts_down ask for at once, and the warps that a block of them may have, for up to 8 and 16
+# tokens.
+DOWN_FORMS = {9: 4, 8: 4}, {10: 8, 6: 12, 5: 16}
 
 
 class DenseOps:
@@ -276,18 +279,22 @@ class DenseOps:
         blocks = min((mid.shape[0] - 1) * tiles, self.device.resident(name, warps * 32, bytes_needed))
         args = [h, params.gate_up, *args, mid, inner, pitch, float(params.limit), *([] if selects else [rows]), width]
         self.device.launch(name, blocks, warps * 32, args, bytes_needed)
-        warps, parts = down_shape(pitch)
+        each, parts = down_shape(pitch)
+        tiles = -(-width // 16)
+        together = 1 if rows <= 8 else tiles_together(tiles, parts, each, self.device.properties.num_sms)
         out = torch.empty(parts, h.shape[0], width, dtype=torch.float32, device=h.device)
-        args = [mid, params.shared.down, params.down, plan, out, shared, inner, pitch, h.shape[0], rows, width]
-        tiles, bytes_needed = -(-width // 16), sums_bytes(warps, rows, 1)
-        name = self._down_name(rows, tiles * parts, warps * 32, bytes_needed)
-        self.device.launch(name, (tiles, parts), warps * 32, args, bytes_needed)
+        args = [mid, params.shared.down, params.down, plan, out, shared, inner, pitch, h.shape[0], rows, width, each]
+        grid, warps = (-(-tiles // together), parts), together * each
+        bytes_needed = sums_bytes(warps, rows, 1)
+        name = self._down_name(rows, grid[0] * parts, warps, bytes_needed)
+        self.device.launch(name, grid, warps * 32, args, bytes_needed)
         return out
 
-    def _down_name(self, rows: int, blocks: int, threads: int, bytes_needed: int) -> str:
+    def _down_name(self, rows: int, blocks: int, warps: int, bytes_needed: int) -> str:
         """The form that asks for most experts at once of those that let all blocks be on the machine together."""
-        names = [f"{_named('experts_down', rows)}_{ahead}" for ahead in DOWN_AHEAD[rows > 8]]
-        fits = (name for name in names if self.device.resident(name, threads, bytes_needed) >= blocks)
+        forms = DOWN_FORMS[rows > 8].items()
+        names = [f"{_named('experts_down', rows)}_{ahead}" for ahead, most in forms if warps <= most]
+        fits = (name for name in names if self.device.resident(name, warps * 32, bytes_needed) >= blocks)
         return next(fits, names[-1])
 
     def _slots(self, name: str, tiles: int, width: int, rows: int) -> int:

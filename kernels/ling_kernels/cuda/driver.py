@@ -25,8 +25,8 @@ Argument = Tensor | Int64 | int | float | None
 
 # How much of a multiprocessor's memory some kernels want as shared memory, the rest as L1, in percent. The others take
 # the split that they find, and while launches overlap, none changes it: a multiprocessor has to be empty for that. So
-# attention of several rows, which leaves 28 KB of L1, is followed by one that wants another: gate_up reads more than that
-# of activations again and again (measured: some multiprocessors took twice the time, and everything waits for the last).
+# attention of several rows, which leaves 28 KB of L1, is followed by one that wants another: gate_up reads more than
+# that of activations again and again (some multiprocessors took twice the time, and everything waits for the last).
 SHARED_PERCENT = {"mla_merge": 25}
 
 

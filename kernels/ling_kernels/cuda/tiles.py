@@ -79,6 +79,17 @@ def down_shape(width: int) -> tuple[int, int]:
     return warps, -(-chunks // warps)
 
 
+def tiles_together(tiles: int, parts: int, each: int, num_sms: int) -> int:
+    """Tiles of a block of down, `each` warps a tile, where several tokens are worth sharing: as many as let no
+    multiprocessor have more warps than it must."""
+
+    def most_warps(together: int) -> tuple[int, int]:
+        blocks = -(-tiles // together) * parts
+        return -(-blocks // num_sms) * together * each, -together
+
+    return min(range(1, MAX_WARPS // each + 1), key=most_warps)
+
+
 def router_parts(width: int) -> tuple[int, int]:
     """Parts of K, a block each, and warps of a block, so that every warp's weights are on their way at once; at most
     two, which selection adds."""
@@ -104,9 +115,10 @@ def tiles_per_block(tiles: int, slots: int) -> int:
 
 
 def even_deal(tiles: int, slots: int) -> tuple[int, int, int]:
-    """Tiles that each block takes, how many of the first blocks take one more, and blocks, `slots` of them at most. With
-    all slots in use every multiprocessor has as many blocks: each gets as much of the bandwidth, so that the one with the
-    most tiles is what the others wait for (flash's in_proj on a rank of two: 6 tiles where 4.9 are the mean, now 5)."""
+    """Tiles that each block takes, how many of the first blocks take one more, and blocks, `slots` of them at most.
+
+    With all slots in use every multiprocessor has as many blocks. Each gets as much of the bandwidth, so all wait
+    for the one with the most tiles (flash's in_proj on a rank of two: 6 tiles where 4.9 are the mean, now 5)."""
     blocks = min(tiles, max(1, slots))
     return tiles // blocks, tiles % blocks, blocks
 

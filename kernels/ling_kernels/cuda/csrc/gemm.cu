@@ -27,7 +27,7 @@ struct StoreSwiglu {
   __device__ __forceinline__ void operator()(int tile, const Sums<NT>& sums) {
     const int row = tile * 8 + own.value;
     own.each(row < inner ? live : 0, [&](int token, int at) {
-      const float2 sum = sums.at(at, own.up(token));
+      const float2 sum = sums.both(at, own.up(token));
       out[token * inner + row] = to_bf16(swiglu(sum.x, sum.y, limit));
     });
   }

@@ -119,11 +119,11 @@ struct Sums {
     for (int i = 0; i < GROUP; ++i) total += part[i];
     return total;
   }
-  __device__ __forceinline__ float at(u32 place) const {
-    const int warps = blockDim.x / WARP;
+  __device__ __forceinline__ float at(u32 place) const { return at(place, int(blockDim.x) / WARP); }
+  __device__ __forceinline__ float at(u32 place, int warps) const {
     return warps <= 4 ? add<4>(all + place, warps) : add<16>(all + place, warps);
   }
-  __device__ __forceinline__ float2 at(u32 place, u32 other) const {  // at the same time
+  __device__ __forceinline__ float2 both(u32 place, u32 other) const {  // at the same time
     const int warps = blockDim.x / WARP;
     if (warps <= 4) return make_float2(add<4>(all + place, warps), add<4>(all + other, warps));
     return make_float2(add<16>(all + place, warps), add<16>(all + other, warps));
@@ -136,7 +136,9 @@ template <int NT, int R>
 struct Own {
   int value, first, step, place;
 
-  __device__ __forceinline__ Own() : value(threadIdx.x % R), first(threadIdx.x / R), step(blockDim.x / R) {
+  __device__ __forceinline__ Own() : Own(threadIdx.x, blockDim.x) {}
+  // Where the tile has so many of the block's threads.
+  __device__ __forceinline__ Own(u32 thread, u32 threads) : value(thread % R), first(thread / R), step(threads / R) {
     place = Sums<NT>::place(first, value);
     settle_here(value), settle_here(first), settle_here(place);
   }

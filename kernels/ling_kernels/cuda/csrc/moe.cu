@@ -66,7 +66,7 @@ struct StoreExpert {
     const int row = at.within * 8 + own.value, begin = at.slot * ROW_TILE * pitch + row;
     own.each(row < source.inner ? live : 0, [&](int token, int place) {
       const float by = __uint_as_float(token == own.first ? weight : weight_of(at, token));
-      const float2 sum = sums.at(place, own.up(token));
+      const float2 sum = sums.both(place, own.up(token));
       const float value = by * swiglu(sum.x, sum.y, limit);
       out[begin + token * pitch] = to_bf16(rows >> token & 1 ? value : 0.0f);
     });
@@ -164,7 +164,7 @@ struct StoreChosen {
   __device__ __forceinline__ void operator()(const ExpertGateUp::Place& at, const Sums<1>& sums) {
     const int row = at.within * 8 + own.value, begin = at.slot * ROW_TILE * pitch + row;
     own.each(row < source.inner ? 1 : 0, [&](int token, int place) {
-      const float2 sum = sums.at(place, own.up(token));
+      const float2 sum = sums.both(place, own.up(token));
       out[begin + token * pitch] = to_bf16(source.choice->at->weights[at.slot - 1] * swiglu(sum.x, sum.y, limit));
     });
   }
@@ -181,14 +181,18 @@ struct Experts {
 // One part of out[token, rows of this block] = sum over slots of down[slot] · x[slot, token]. Each warp of the whole grid
 // has one chunk of K, the same of every expert, and walks all experts in ascending order: which experts a warp has never
 // depends on the other rows. K is shared between blocks (see part.cu), and exchange_norm adds the parts.
-// AHEAD: slots whose weights and tokens a warp asks for at once.
+// AHEAD: slots whose weights and tokens a warp asks for at once. each: warps of a tile; a block has as many tiles as its
+// warps suffice for, which meet the same tokens: those of nine rows are 0.6 of a tile's weights, and L1 has them then.
 template <int NT, int AHEAD>
 __device__ __forceinline__ void down_part(
-    const Experts& experts, const bf16* x, float* out, int pitch, int rows, int live, int width) {
+    const Experts& experts, const bf16* x, float* out, int pitch, int rows, int live, int width, int each) {
   DYNAMIC_SHARED(shared);
   __shared__ u32 ids[MAX_SLOTS];
   __shared__ int number;
-  const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, group = threadIdx.x % WARP / 4;
+  const u32 threads = NT == 1 ? blockDim.x : each * WARP, own_tile = NT == 1 ? 0 : threadIdx.x / threads;
+  const u32 thread = threadIdx.x - own_tile * threads;
+  const int warp = thread / WARP, warps = threads / WARP, group = thread % WARP / 4;
+  const int tile = NT == 1 ? blockIdx.x : blockIdx.x * (blockDim.x / threads) + own_tile;
 
   // The plan is settled: every block of gate_up is past its own wait when down starts, so a kernel before it that wrote
   // the plan has finished. One row's may be gate_up's own, and is looked at again until it is there. One warp reads number and
@@ -196,7 +200,7 @@ __device__ __forceinline__ void down_part(
   // 3.5). The others follow while the first slots' weights are on their way.
   constexpr int FIRST = WARP - PLAN_IDS;
   static_assert(AHEAD <= FIRST && MAX_CHOSEN < FIRST, "a lane a word");
-  if (warp == 0) {
+  if (threadIdx.x < WARP) {
     const int slot = int(threadIdx.x) - PLAN_IDS;
     u32 word, all;
     bool missing;
@@ -211,7 +215,7 @@ __device__ __forceinline__ void down_part(
 
   const int k = (blockIdx.y * warps + warp) * CHUNK + threadIdx.x % 4 * 8;
   // Past the end of a matrix it is its first row, past the end of a row its beginning, which meets tokens of zero.
-  const int row = blockIdx.x * 16 + group, low = row < width ? row : 0, high = row + 8 < width ? row + 8 : 0;
+  const int row = tile * 16 + group, low = row < width ? row : 0, high = row + 8 < width ? row + 8 : 0;
   const bool in_shared = k < experts.shared_inner, in_routed = k < experts.inner;
   const bf16* shared_low = experts.shared + i64(low) * experts.shared_inner + (in_shared ? k : 0);
   const bf16* routed_low = experts.routed + i64(low) * experts.inner + (in_routed ? k : 0);
@@ -241,8 +245,8 @@ __device__ __forceinline__ void down_part(
     for (int s = FIRST + threadIdx.x; s < slots; s += blockDim.x) ids[s] = load_settled(experts.plan + PLAN_IDS + s);
     __syncthreads();
   }
-  const Own<NT, 16> own;
-  const int at = blockIdx.x * 16 + own.value;
+  const Own<NT, 16> own(thread, threads);
+  const int at = tile * 16 + own.value;
   const int stored = at < width ? live : 0, begin = blockIdx.y * rows * width + at;
 #pragma unroll
   for (int n = 0; n < NT; ++n) settle_here(tokens[n]);
@@ -275,10 +279,10 @@ __device__ __forceinline__ void down_part(
       }
     }
   }
-  Sums<NT> all = {reinterpret_cast<float*>(shared)};
+  Sums<NT> all = {reinterpret_cast<float*>(shared) + own_tile * warps * Sums<NT>::SIZE};
   all.put(warp, sums);
   __syncthreads();
-  own.each(stored, [&](int token, int place) { out[begin + token * width] = all.at(place); });
+  own.each(stored, [&](int token, int place) { out[begin + token * width] = all.at(place, warps); });
 }
 
 // x [*, width], routed [E, 2 inner, width] -> out [slots, ROW_TILE, pitch] from the second slot on. Grid: any number of
@@ -313,16 +317,17 @@ EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_1, 1)
 EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_4, 4)
 
 // x as gate_up and the plan's kernel left it, shared [width, shared_inner], routed [E, width, inner] -> out [parts, rows,
-// width] fp32, `live` rows of each. Grid: ceil(width / 16), parts; parts · warps chunks are at least as long as a row.
-// Shared: warps · 8 NT · PITCH floats.
-#define EXPERTS_DOWN(NAME, NT, AHEAD, BLOCKS)                                                                     \
-  extern "C" __global__ void __launch_bounds__(128, BLOCKS) NAME(                                                 \
+// width] fp32, `live` rows of each. each: warps of a tile, four at most; all of a block's up to 8 tokens. Grid: tiles of 16
+// rows by those of a block, parts; parts · each chunks are at least as long as a row. Shared: warps · 8 NT · PITCH floats.
+#define EXPERTS_DOWN(NAME, NT, AHEAD, THREADS, BLOCKS)                                                            \
+  extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(                                             \
       const bf16* x, const bf16* shared, const bf16* routed, const u32* plan, float* out, int shared_inner,       \
-      int inner, int pitch, int rows, int live, int width) {                                                      \
-    down_part<NT, AHEAD>(Experts{shared, routed, shared_inner, inner, plan}, x, out, pitch, rows, live, width);   \
+      int inner, int pitch, int rows, int live, int width, int each) {                                            \
+    down_part<NT, AHEAD>(                                                                                         \
+        Experts{shared, routed, shared_inner, inner, plan}, x, out, pitch, rows, live, width, each);              \
   }
-EXPERTS_DOWN(experts_down_8_9, 1, 9, 3)  // all slots of one row at once
-EXPERTS_DOWN(experts_down_8_8, 1, 8, 4)
-EXPERTS_DOWN(experts_down_16_10, 2, 10, 2)
-EXPERTS_DOWN(experts_down_16_6, 2, 6, 3)
-EXPERTS_DOWN(experts_down_16_5, 2, 5, 4)
+EXPERTS_DOWN(experts_down_8_9, 1, 9, 128, 3)  // all slots of one row at once
+EXPERTS_DOWN(experts_down_8_8, 1, 8, 128, 4)
+EXPERTS_DOWN(experts_down_16_10, 2, 10, 256, 1)
+EXPERTS_DOWN(experts_down_16_6, 2, 6, 384, 1)
+EXPERTS_DOWN(experts_down_16_5, 2, 5, 512, 1)

@@ -79,7 +79,7 @@ __device__ __forceinline__ void shared_tile(Source& x, const SharedExpert& to, i
   all.put(warp, sums);
   __syncthreads();
   own.each(stored, [&](int token, int place) {
-    const float2 sum = all.at(place, own.up(token));
+    const float2 sum = all.both(place, own.up(token));
     to.mid[token * to.pitch + row] = to_bf16(swiglu(sum.x, sum.y, to.limit));
   });
 }
