@@ -37,6 +37,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(hidden=1536, heads=16, experts=128, inner=512, dense=4608, vocab=157184),
+    "flash2": Shape(hidden=2560, heads=16, experts=512, inner=384, dense=3072, vocab=78592),
     "flash4": Shape(hidden=2560, heads=8, experts=512, inner=192, dense=1536, vocab=39296),
 }
 

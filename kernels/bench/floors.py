@@ -30,8 +30,9 @@ class Model:
 
 
 TINY = Model(1536, 16, 18, 6, 1, 4608, 128, 8, 512, 157184, 256)
+FLASH2 = Model(2560, 16, 35, 7, 2, 3072, 512, 8, 384, 78592, 0)
 FLASH4 = Model(2560, 8, 35, 7, 2, 1536, 512, 8, 192, 39296, 0)
-MODELS = {"tiny": TINY, "flash4": FLASH4}
+MODELS = {"tiny": TINY, "flash2": FLASH2, "flash4": FLASH4}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ LONG_WALK = 16
 # Of a block that leaves its sums in parts: few, so that it finds room while the kernel before it drains.
 PART_WARPS = 4
 MAX_PARTS = 8
+# Such blocks on a multiprocessor at one row; of several rows there are four, and the last ones come later (measured:
+# out_proj of flash on a rank of two in 640 blocks of one trip, a step 1.861 to 1.840 ms, nine rows alike).
+PART_BLOCKS = 5
 # With 128 registers a thread, the most that the kernels use, a multiprocessor holds this many warps.
 WARPS_PER_SM = 16
 # Bytes that should be on their way per multiprocessor: 4.3 TB/s x 0.8 us / 132 is 26 KB at least; more hides the ramp.
@@ -48,9 +51,9 @@ def warps_for(tiles: int, width: int, num_sms: int) -> int:
 def parts_for(tiles: int, width: int, num_sms: int) -> int:
     """Parts of K for blocks of PART_WARPS warps that own one tile and one part, where the sums stay in parts.
 
-    Weighed as above; all blocks have to be on the machine at once.
+    Weighed as above; all blocks have to be on the machine at once at one row.
     """
-    chunks, slots = num_chunks(width), num_sms * (WARPS_PER_SM // PART_WARPS)
+    chunks, slots = num_chunks(width), num_sms * PART_BLOCKS
 
     def cost(parts: int) -> tuple[float, int]:
         each = part_width(width, parts) // CHUNK

@@ -81,22 +81,23 @@ __device__ __forceinline__ void linear_part(
 }
 
 // x [rows, k], w [n, k] -> out [parts, rows, n] fp32, `live` rows of each. part: values of K in a part, a multiple of a
-// warp's span. Grid: ceil(n / 16), parts. Shared: 2 · warps · 8 NT · PITCH floats.
-#define LINEAR_PART(NAME, NT)                                                                                       \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                        \
+// warp's span. Grid: ceil(n / 16), parts. Block: up to four warps; BLOCKS of them on a multiprocessor. Shared: 2 · warps ·
+// 8 NT · PITCH floats.
+#define LINEAR_PART(NAME, NT, BLOCKS)                                                                               \
+  extern "C" __global__ void __launch_bounds__(128, BLOCKS) NAME(                                                   \
       const bf16* x, const bf16* w, float* out, int rows, int live, int n, int k, int part) {                       \
     linear_part<NT>(x, w, out, Plain{}, rows, live, n, k, part);                                                    \
   }
-LINEAR_PART(linear_part_8, 1)
-LINEAR_PART(linear_part_16, 2)
+LINEAR_PART(linear_part_8, 1, 5)
+LINEAR_PART(linear_part_16, 2, 4)
 
 // The same for x that lacks its norm by heads of 128: sums [ROW_TILE, k / 128, HEAD_SLICES].
-#define LINEAR_PART_NORMED(NAME, NT)                                                                                \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                        \
+#define LINEAR_PART_NORMED(NAME, NT, BLOCKS)                                                                        \
+  extern "C" __global__ void __launch_bounds__(128, BLOCKS) NAME(                                                   \
       const bf16* x, const bf16* w, float* out, const float* sums, float eps, int rows, int live, int n, int k,     \
       int part) {                                                                                                   \
     const HeadNorm norm = {sums, k / 128, live, int(blockIdx.y) * part / 128, eps};                                 \
     linear_part<NT>(x, w, out, norm, rows, live, n, k, part);                                                       \
   }
-LINEAR_PART_NORMED(linear_part_normed_8, 1)
-LINEAR_PART_NORMED(linear_part_normed_16, 2)
+LINEAR_PART_NORMED(linear_part_normed_8, 1, 5)
+LINEAR_PART_NORMED(linear_part_normed_16, 2, 4)
