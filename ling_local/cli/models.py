@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,9 +10,12 @@ import typer
 
 from ling_local import hub, paths
 from ling_local.cli import options as opt
+from ling_local.cli.output import Output
 from ling_local.cli.pages import Page
 from ling_local.engine.checkpoint import hub_repository
+from ling_local.errors import ModelError
 from ling_local.published import PUBLISHED, Published, size_text
+from ling_local.settings import Settings
 
 PAGE = Page(
     "[OPTIONS] [FOLDER]...",
@@ -22,7 +26,8 @@ PAGE = Page(
         "ling models --json | jq -r '.models[].name'",
     ),
     notes="Listed are the demo, folders in $XDG_DATA_HOME/ling/models, Ling checkpoints in the Hugging Face cache "
-    "(HF_HOME and HF_HUB_CACHE are obeyed), and the folders that you name. Any folder can be given to -m. "
+    "(HF_HOME and HF_HUB_CACHE are obeyed), and the folders that you name; the exit code is 1 where one of those "
+    "cannot be used. Any folder can be given to -m. "
     "`ling list` is the same command.",
 )
 
@@ -37,6 +42,14 @@ def command(
     """List the models on this machine, and say which ones are incomplete."""
     settings, output = opt.open_settings(context)
     models = hub.list_models(tuple(folders or ()))
+    _print(models, settings, output)
+    for model in models[-len(folders) :] if folders else ():  # those that were named, after all are listed
+        if model.problem:
+            closer = f"`ling doctor -m {shlex.quote(model.name)}` looks closer."
+            raise ModelError(f"{model.name} cannot be used: {model.problem}", closer)
+
+
+def _print(models: tuple[hub.LocalModel, ...], settings: Settings, output: Output) -> None:
     published = PUBLISHED if settings["all"] else ()
     if output.json:
         document: dict[str, Any] = {"schema": 1, "models": [_row(model) for model in models]}

@@ -113,7 +113,9 @@ def test_models_lists_folders_and_says_what_is_missing(ling: Program, tmp_path: 
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     done = ling("models", tmp_path)
-    assert done.code == 0
+    assert done.code == 1  # of the folder that was named
+    assert f"{tmp_path} cannot be used: config.json is missing" in done.err
+    assert ling("models").code == 0
     first, second, third = done.text.splitlines()
     assert first.startswith("ling-demo")
     assert second.startswith("[bold] 張")

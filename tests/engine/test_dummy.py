@@ -79,6 +79,19 @@ def test_settled_routing_sends_every_token_to_the_same_experts() -> None:
         assert bool((chosen == chosen[0]).all()) is alike
 
 
+@pytest.mark.parametrize("model", ["tiny", "flash"])
+def test_a_dummys_experts_are_equally_popular(model: str) -> None:
+    """Or windows would read fewer of them than the floors count on: nine rows 45 of 128, and 54 of 512."""
+    config = dummy.MODELS[model]
+    narrow = replace(config, **(SMALL | {"num_experts": config.num_experts}))
+    params = dummy.dummy_weights(narrow, torch.float32, "cpu").layers[-1].mlp
+    rows = torch.randn(9 * 40, narrow.hidden_size)
+    chosen = ling_kernels.load("cpu").route(rows, params, None).experts.reshape(40, -1)
+    found = sum(len(window.unique()) for window in chosen) / len(chosen)
+    expected = config.num_experts * (1 - (1 - 8 / config.num_experts) ** 9)
+    assert found == pytest.approx(expected, rel=0.04)
+
+
 def test_a_dummy_engine_runs_the_same_line_and_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(dummy.TINY, **SMALL)
     monkeypatch.setitem(shapes.MODELS, "tiny", small)
