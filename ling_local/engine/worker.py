@@ -196,6 +196,9 @@ def to_error(error: BaseException, doing: str) -> LingError:
             f"there is not enough memory {what}",
             "Try a smaller model, a smaller --ctx, or close what else uses the memory.",
         )
+    elif isinstance(error, ImportError):  # torch, or a library of its: half an installation, or none
+        text = f"the engine failed to {doing}, a package is missing or broken: {error}"
+        result = EngineError(text, "`ling doctor` says what is missing and how to install it.")
     else:
         result = EngineError(f"the engine failed to {doing}: {last}", "Run it with --debug to see the trace.")
     result.add_note("in the engine process:\n" + trace)

@@ -190,6 +190,9 @@ def test_how_torch_says_that_memory_is_short() -> None:
     for error in (OutOfMemoryError("CUDA out of memory. Tried to allocate 38.00 MiB"), cpu):
         assert type(to_error(error, "run")) is OutOfMemory
     assert type(to_error(RuntimeError("size mismatch"), "run")) is EngineError
+    missing = to_error(ModuleNotFoundError("No module named 'torch'"), "load")
+    assert "No module named 'torch'" in missing.message
+    assert "ling doctor" in missing.hint
 
 
 def test_an_error_that_cannot_travel_still_arrives() -> None:
