@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from device_checks import Place, assert_near, moe_params
+from device_checks import Place, assert_near
 from emulator import ORDERS
 from ling_kernels.cuda.compile import units
-from ling_kernels.cuda.exchange import MAX_RANKS, PUSHED_PARTS, Geometry, mail_words
+from ling_kernels.cuda.exchange import MAX_RANKS, Geometry, mail_words
 from ling_kernels.cuda.ranks import CudaRankOps
 from ling_kernels.exchange import Board, PeerTimeout, SharedExchange, board_bytes
 from ling_kernels.ops import ROW_TILE, DraftParams, Limits, Sampling
@@ -37,7 +37,7 @@ class EmulatedExchange:
 
     def __init__(self, board: Board, fd: int, seconds: float = 20.0) -> None:
         self.rank, self.size, self.seconds = board.rank, board.size, seconds
-        kinds = (Geometry(80, 256), Geometry(8, 2048), Geometry(PUSHED_PARTS, 256))
+        kinds = (Geometry(80, 256), Geometry(8, 2048))
         sizes = [kind.num_bytes(board.size) for kind in kinds]
         start = board_bytes(board.size)
         board.share()  # its memory is there on every rank: none makes the file shorter
@@ -45,16 +45,14 @@ class EmulatedExchange:
         self._memory = mmap.mmap(fd, start + board.size * sum(sizes))
         first = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr() + start
         self.words = torch.zeros(2, dtype=torch.int32)
-        self.numbers = [torch.zeros(kind.blocks, dtype=torch.int32) for kind in kinds[:2]]
-        self.numbers.append(self.numbers[0])
+        self.numbers = [torch.zeros(kind.blocks, dtype=torch.int32) for kind in kinds]
         self.mails = []
         for which, kind in enumerate(kinds):
-            boxes = [first + rank * sum(sizes) + sum(sizes[:which]) for rank in range(board.size)]
+            boxes = [first + rank * sum(sizes) + which * sizes[0] for rank in range(board.size)]
             words = [self.numbers[which].data_ptr(), self.words.data_ptr(), self.words.data_ptr() + 4]
             made = mail_words(boxes, *words, board.rank, kind, seconds)
             self.mails.append(torch.tensor(made, dtype=torch.int64))
-        self.narrow, self.wide, self.pushed = (mail.data_ptr() for mail in self.mails)
-        self.counter, self.box = self.numbers[0].data_ptr(), int(self.mails[2][self.rank])
+        self.narrow, self.wide = (mail.data_ptr() for mail in self.mails)
 
     def check(self) -> None:
         if missing := int(self.words[1]):
@@ -64,7 +62,7 @@ class EmulatedExchange:
 class GatheredExchange(SharedExchange):
     """As NcclExchange."""
 
-    narrow = wide = pushed = None
+    narrow = wide = None
 
 
 class Rank:
@@ -167,44 +165,8 @@ def check_picks(at: Rank) -> None:
         assert_near(got.confidence, want.confidence, "confidence", 1e-4)
 
 
-def check_pushed(at: Rank) -> None:
-    """One row's partial, pushed by the kernel that makes it or posted by the one that adds: the same bits."""
-    for width, inner, each, most in ((48, 1160, 264, 3), (264, 136, 136, 5)):
-        w, norm, x = (
-            at.rand(width, inner, seed=70, own=True),
-            at.rand(width, seed=71),
-            at.rand(ROW_TILE, width, seed=72),
-        )
-        moe = moe_params(at.place, 16, width, each, 4, 4)
-        at.device.constant(w, norm, at.ops._gate(moe.gate))
-        parts = set()
-        made = {
-            "linear": lambda h, w=w: at.ops.linear_partial(h, w, 1),
-            "experts": lambda h, moe=moe: at.ops.experts(h, at.ops.route(h, moe, 1, lazy=True), moe, 1),
-        }
-        for name, make in made.items():
-            h = at.rand(ROW_TILE, inner if name == "linear" else width, seed=73, own=True)
-            found = []
-            for push in (True, True, False, True):
-                at.ops.push = push
-                at.device.launched.clear()
-                partial = make(h)
-                total, normed = at.ops.exchange_norm(partial, x, norm, 1e-6, 1)
-                found.append((total[:1].clone(), normed[:1].clone()))
-                parts.add(len(partial))
-                fits = push and len(partial) <= PUSHED_PARTS
-                if at.exchange.narrow is not None:
-                    assert at.device.launched[-1] == f"exchange_{'pushed' if fits else 'norm'}_{at.size}"
-            for one in found[1:]:
-                for got, want in zip(one, found[0], strict=True):
-                    assert_bits(got, want, f"{name}, pushed")
-            at.ops.push = True
-        assert max(parts) == most
-
-
 def check_ops(at: Rank) -> None:
     check_activations(at)
-    check_pushed(at)
     check_choices(at)
     check_picks(at)
 
@@ -216,13 +178,11 @@ def check_silence(at: Rank) -> None:
         return
     for mail in at.exchange.mails:
         mail[MAX_RANKS + 3] = 300_000_000
-    x, even, w = at.rand(ROW_TILE, 16, seed=60), at.rand(16, seed=61), at.rand(16, 16, seed=62)
-    at.device.constant(even, w)
+    x, even = at.rand(ROW_TILE, 16, seed=60), at.rand(16, seed=61)
+    at.device.constant(even)
     begun = time.monotonic()
-    for _ in range(10):
-        at.ops.exchange_norm(at.ops.linear_partial(x, w, 1), x, even, 1e-6, 1)
+    for _ in range(20):
         at.ops.exchange_norm(x, x, even, 1e-6, 2)
-    assert "exchange_pushed_2" in at.device.launched
     assert 0.25 < time.monotonic() - begun < 3
     with pytest.raises(PeerTimeout) as caught:
         at.exchange.check()
@@ -244,7 +204,6 @@ def check_engine(at: Rank) -> None:
         for draft in (False, True):
             request = TokenRequest((3, 10, 17, 24, 31), sampling=params, max_tokens=4, draft=draft, full_width=True)
             found.append([token for result in _steps(at, engine, request) for token in result.ids])
-    assert {f"exchange_pushed_{at.size}", f"exchange_norm_{at.size}"} <= set(at.device.launched)
     assert found[0] == found[1]
     assert found[2] == found[3]
     (at.folder / f"ids{at.rank}").write_text(repr(found))

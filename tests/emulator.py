@@ -103,7 +103,6 @@ class EmulatedDevice:
         self.launched: list[str] = []
         self._constants: dict[int, Tensor] = {}
         self._own: set[int] = set()  # settled storages that the next kernel may write
-        self._early: set[int] = set()  # storages that it may write before its wait
         # storages that kernels wrote which may still run when the next one begins, and what they held before
         self._unsettled: dict[int, tuple[UntypedStorage, bytes]] = {}
         self._units = load_units(names or units(), folder)
@@ -132,7 +131,7 @@ class EmulatedDevice:
         for region, (at, base) in zip(regions, copies.items(), strict=True):
             ctypes.memmove(base, at, storages[at].nbytes())
             region.base, region.bytes = base, storages[at].nbytes()
-            region.constant = 3 if at in self._early else 2 if at in self._own else int(at in self._constants)
+            region.constant = 2 if at in self._own else int(at in self._constants)
             if region.constant and at in self._unsettled:
                 unsettled = ctypes.create_string_buffer(self._unsettled[at][1], 2 * storages[at].nbytes())
                 region.before = ctypes.addressof(unsettled)
@@ -149,7 +148,7 @@ class EmulatedDevice:
             self.settle()  # some of its threads had waited: all before it have finished when the next one begins
         for at, base in copies.items():
             size = storages[at].nbytes()
-            if at in self._own | self._early or at not in self._constants:
+            if at in self._own or at not in self._constants:
                 held = ctypes.string_at(at, size)
                 if held != ctypes.string_at(base, size):
                     self._unsettled.setdefault(at, (storages[at], held))

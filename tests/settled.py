@@ -23,7 +23,6 @@ from ling_kernels.cuda.driver import Argument
 SETTLED = {
     "exchange_norm": (3,),
     **{f"exchange_norm_{ranks}": (4,) for ranks in (2, 4, 8)},
-    **{f"exchange_pushed_{ranks}": (4,) for ranks in (2, 4, 8)},
     **{f"experts_down_{form}": (3,) for form in ("8_9", "8_8", "16_10", "16_6", "16_5")},
     "linear_normed": (3,),
     "router_normed": (3,),
@@ -51,10 +50,6 @@ OWN = {
     "kda_verify_sums_uneven": (6, 14),
     "kda_follow_layers": (1, 4),
 }
-
-# Results that a kernel writes before its wait: what it has taken says that all blocks of the kernel before it, which has
-# waited, have read what they read.
-EARLY = {f"exchange_pushed_{ranks}": (6, 7) for ranks in (2, 4, 8)}
 
 
 class TorchKernels(TorchDispatchMode):
@@ -90,8 +85,7 @@ class SettledDevice(EmulatedDevice):
         own, given = OWN.get(name, (0, None))
         if given is not None and args[given] is not None:
             self._own = {args[own].untyped_storage().data_ptr()}
-        self._early = {args[at].untyped_storage().data_ptr() for at in EARLY.get(name, ())}
         try:
             super().launch(name, grid, block, args, shared)
         finally:
-            self._constants, self._own, self._early = before, set(), set()
+            self._constants, self._own = before, set()

@@ -70,7 +70,6 @@ class Rank:
         self.say(f"kernels after {time.monotonic() - begun:.1f} s; pinned to core {self.pin()}")
         if self.board:
             self.say(f"exchange: {self.ops.exchange.kind} {self.ops.note}")
-            self.ops.push = not args.no_push
             self.ops.exchange.set_patience(20.0)  # a profiler that starts on one rank only
 
     def pin(self) -> int | None:
@@ -92,8 +91,6 @@ def time_exchange(at: Rank, width: int, vocab: int) -> None:
     x = torch.randn(ROW_TILE, width, device=where).bfloat16()
     weight, total = torch.ones(width, device=where, dtype=torch.bfloat16), torch.empty_like(x)
     part = torch.randn(ROW_TILE, width, device=where).bfloat16()
-    mixed = torch.randn(ROW_TILE, 2048, device=where).bfloat16()
-    out_proj = torch.randn(width, 2048, device=where).bfloat16()
     table = torch.randn(vocab // at.size, width, device=where).bfloat16()
     ids = torch.arange(ROW_TILE, device=where)
     logits = torch.randn(ROW_TILE, vocab // at.size, device=where)
@@ -103,9 +100,6 @@ def time_exchange(at: Rank, width: int, vocab: int) -> None:
     kinds: dict[str, Callable[[int], object]] = {
         "residual and norm alone, no exchange": lambda m: ops.exchange_norm(None, x, weight, 1e-6, m),
         "sum, residual, norm": lambda m: ops.exchange_norm(part, x, weight, 1e-6, m),
-        "projection, then the same": lambda m: ops.exchange_norm(
-            ops.linear_partial(mixed, out_proj, m), x, weight, 1e-6, m
-        ),
         "embedding": lambda m: ops.embed(ids[:m], table),
         "best candidates": lambda m: ops._best(best[:m], bad[:m], None, vocab // at.size),
         "logits of the rows": lambda m: ops.whole(logits[:m]),
@@ -289,7 +283,6 @@ def main() -> None:
     parser.add_argument("--no-latency", action="store_true")
     parser.add_argument("--no-steps", action="store_true")
     parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--no-push", action="store_true", help="one row is posted by the kernel that adds")
     parser.add_argument("--fallback", action="store_true", help="NCCL, as where peer memory does not work")
     parser.add_argument("--cache", type=Path, default=cache_dir() / "kernels", help="folder for compiled kernels")
     parser.add_argument("--deadline", type=float, default=240.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.driver import Argument, Device, Int64
+from ling_kernels.cuda.driver import Argument, Device
 from ling_kernels.cuda.lazy import Candidates, Gated, Unembedded, Unnormed, Unselected
 from ling_kernels.cuda.prefill import prefill_experts, prefill_mlp
 from ling_kernels.cuda.recurrent import SLICES
@@ -148,13 +148,9 @@ class DenseOps:
                 raise KernelError(text)
             name, args = "linear_part_normed", [norm.sums, float(norm.eps)]
         warps = min(PART_WARPS, part // (DEPTH * CHUNK))
-        args = [h, weight, out, *args, h.shape[0], rows, n, width, part, self._mail_for(out, rows)]
+        args = [h, weight, out, *args, h.shape[0], rows, n, width, part]
         self.device.launch(_named(name, rows), (tiles, parts), warps * 32, args, sums_bytes(warps, rows))
         return out
-
-    def _mail_for(self, out: Tensor, rows: int) -> Int64:
-        """Where a kernel is to push the parts that it leaves in out [S, R, D]; 0: nowhere."""
-        return Int64(0)
 
     def _take_norm(self, h: Tensor) -> Gated | None:
         """What the output of KDA that was made last still lacks, if that is h."""
@@ -289,7 +285,6 @@ class DenseOps:
         together = 1 if rows <= 8 else tiles_together(tiles, parts, each, self.device.properties.num_sms)
         out = torch.empty(parts, h.shape[0], width, dtype=torch.float32, device=h.device)
         args = [mid, params.shared.down, params.down, plan, out, shared, inner, pitch, h.shape[0], rows, width, each]
-        args.append(self._mail_for(out, rows))
         grid, warps = (-(-tiles // together), parts), together * each
         bytes_needed = sums_bytes(warps, rows, 1)
         name = self._down_name(rows, grid[0] * parts, warps, bytes_needed)

@@ -18,7 +18,6 @@ from ling_kernels.ops import ROW_TILE, KernelError
 
 MAX_WIDTH, MAX_VOCAB = 4096, 163840
 BLOCKS, ROWS_BLOCKS, ROWS_THREADS = 256, 128, 256  # of a launch that exchanges activations, and logits
-PUSHED_PARTS = 4  # of one row that the kernel which makes them pushes, as in exchange.cuh
 SIZES = (2, 4, 8)  # as the kernels come
 HANDLE_BYTES = 64
 TRIAL_S = 1.0
@@ -36,30 +35,26 @@ class Geometry:
         return 2 * size * self.blocks * self.packets * 16
 
 
-def geometries(size: int) -> tuple[Geometry, Geometry, Geometry]:
-    """For activations: a row a block. For logits: a window's, MAX_VOCAB rows of the vocabulary over all ranks. For one
-    row's parts that are pushed: a part a block, two fp32 values a packet."""
+def geometries(size: int) -> tuple[Geometry, Geometry]:
+    """For activations: a row a block. For logits: a window's, MAX_VOCAB rows of the vocabulary over all ranks."""
     units = ROW_TILE * -(-MAX_VOCAB // size) // 4
     rounds = -(-units // (ROWS_BLOCKS * ROWS_THREADS))
-    rows = Geometry(ROWS_BLOCKS, rounds * 2 * ROWS_THREADS)
-    return Geometry(BLOCKS, MAX_WIDTH // 4), rows, Geometry(PUSHED_PARTS, MAX_WIDTH // 2)
+    return Geometry(BLOCKS, MAX_WIDTH // 4), Geometry(ROWS_BLOCKS, rounds * 2 * ROWS_THREADS)
 
 
 def mail_words(
     boxes: list[int], numbers: int, error: int, host_error: int, rank: int, geometry: Geometry, seconds: float
 ) -> list[int]:
-    """struct Mail of mail.cuh as 64-bit words; boxes and the others are addresses."""
+    """struct Mail of exchange.cuh as 64-bit words; boxes and the others are addresses."""
     padded = boxes + [0] * (MAX_RANKS - len(boxes))
-    counts = [rank, len(boxes), geometry.blocks, geometry.packets]
-    return [*padded, numbers, error, host_error, round(seconds * 1e9), *counts]
+    return [*padded, numbers, error, host_error, round(seconds * 1e9), rank, geometry.blocks, geometry.packets]
 
 
 class PeerExchange:
     """Mailboxes on every GPU, written by the others over the links between them.
 
-    narrow, wide, pushed: addresses of the Mail for activations, for logits and for one row's parts; counter, box: of
-    the first block's exchanges, and of what is pushed to this rank. Raises KernelError where memory cannot be shared;
-    every rank then hears of it and raises.
+    narrow, wide: addresses of the Mail for activations and for logits. Raises KernelError where memory cannot be
+    shared; every rank then hears of it and raises.
     """
 
     kind = "peer memory"
@@ -75,14 +70,12 @@ class PeerExchange:
         self._where = f"cuda:{device.index}"
         self._error = torch.zeros(1, dtype=torch.int32, device=self._where)
         self._host_error = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        blocks = [geometry.blocks for geometry in self._geometries[:2]]
+        blocks = [geometry.blocks for geometry in self._geometries]
         self._numbers = [torch.zeros(count, dtype=torch.int32, device=self._where) for count in blocks]
-        self._numbers.append(self._numbers[0])  # an exchange of activations, whoever posts it
         boxes = self._open_boxes()
-        self._mails = [self._mail(boxes, which, seconds) for which in range(3)]
+        self._mails = [self._mail(boxes, which, seconds) for which in range(2)]
         torch.cuda.synchronize(self._where)
-        self.narrow, self.wide, self.pushed = (mail.data_ptr() for mail in self._mails)
-        self.counter, self.box = self._numbers[0].data_ptr(), int(self._mails[2][self.rank])
+        self.narrow, self.wide = (mail.data_ptr() for mail in self._mails)
 
     def check(self) -> None:
         """Raise PeerTimeout where a wait on the device has ended in vain. Reads host memory only."""
@@ -154,7 +147,7 @@ class PeerExchange:
 
     def _mail(self, boxes: list[int], which: int, seconds: float) -> Tensor:
         geometry = self._geometries[which]
-        offset = sum(before.num_bytes(self.size) for before in self._geometries[:which])
+        offset = self._geometries[0].num_bytes(self.size) if which else 0
         places = [box + offset for box in boxes]
         pointers = [self._numbers[which].data_ptr(), self._error.data_ptr(), self._host_error.data_ptr()]
         words = mail_words(places, *pointers, self.rank, geometry, seconds)
@@ -165,7 +158,7 @@ class NcclExchange:
     """The fallback: NCCL's all-gather, which a graph can hold too; sums are then taken by the same kernels."""
 
     kind = "NCCL"
-    narrow = wide = pushed = None
+    narrow = wide = None
 
     def __init__(self, device: Device, board: Board, seconds: float = 60.0) -> None:
         from datetime import timedelta

@@ -15,31 +15,17 @@ from torch import Tensor
 from ling_kernels.cuda import CudaOps
 from ling_kernels.cuda.dense import parts_of
 from ling_kernels.cuda.driver import Argument, Device, Int64
-from ling_kernels.cuda.exchange import (
-    BLOCKS,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    PUSHED_PARTS,
-    ROWS_BLOCKS,
-    ROWS_THREADS,
-    CudaExchange,
-)
+from ling_kernels.cuda.exchange import BLOCKS, MAX_VOCAB, MAX_WIDTH, ROWS_BLOCKS, ROWS_THREADS, CudaExchange
 from ling_kernels.ops import DRAFT_BEST, ROW_TILE, KernelError, Proposal, Sampling
-
-PUSHED_THREADS = 640  # of a block that takes pushed parts
 
 
 class CudaRankOps(CudaOps):
-    """The contracts of `ling_kernels.ops.Ops` for one rank. note: why the fallback is in use, "" where it is not.
-    For measurements, without effect on any bit: push, at one row the kernel that makes a partial pushes it itself."""
-
-    push = True
+    """The contracts of `ling_kernels.ops.Ops` for one rank. note: why the fallback is in use, "" where it is not."""
 
     def __init__(self, device: Device, exchange: CudaExchange, note: str = "") -> None:
         super().__init__(device)
         self.exchange = exchange
         self.note = note
-        self.pushed: Tensor | None = None  # the partial that was, until an exchange takes the next number
 
     def embed(self, ids: Tensor, table: Tensor, lazy: bool = False) -> Tensor:
         x = table.new_empty(ids.shape[0], table.shape[1])
@@ -79,14 +65,10 @@ class CudaRankOps(CudaOps):
             return super().exchange_norm(None, x, weight, eps, rows)
         self._check_width(x.shape[1])
         live = x.shape[0] if rows is None else rows
-        pushed, self.pushed = self.pushed, None
         if self.exchange.narrow is None:
             return self._gathered(_whole(partial)[:live], x, weight, eps)
         width, (_, parts, pitch) = x.shape[1], parts_of(partial)
         total, h = torch.empty_like(x), torch.empty_like(x)
-        if pushed is partial and live == 1:
-            self._take_pushed(parts, [x, weight, total, h, width, float(eps), int(self.early_norm)])
-            return total, h
         for start in range(0, live, BLOCKS):
             args = [
                 partial[..., start:, :],
@@ -102,22 +84,6 @@ class CudaRankOps(CudaOps):
             args.append(int(self.early_norm))
             self._exchange("exchange_norm", min(BLOCKS, live - start), _threads(width), args)
         return total, h
-
-    def _mail_for(self, out: Tensor, rows: int) -> Int64:
-        """One row's parts are pushed; not before what was pushed last has been taken, for a number is used once."""
-        parts, _, width = out.shape
-        fits = self.push and rows == 1 and parts <= PUSHED_PARTS and width <= MAX_WIDTH
-        if not fits or self.pushed is not None or self.exchange.pushed is None:
-            return Int64(0)
-        self.pushed = out
-        return Int64(self.exchange.pushed)
-
-    def _take_pushed(self, parts: int, args: list[Argument]) -> None:
-        """exchange_norm of one row from parts that are in the mailboxes, or on their way."""
-        exchange, width = self.exchange, args[-3]
-        mail = [Int64(exchange.pushed), Int64(exchange.counter), Int64(exchange.box), parts]
-        threads = min(PUSHED_THREADS, max(_threads(width), -(-exchange.size * width // 256) * 32))  # eight values each
-        self.device.launch(f"exchange_pushed_{exchange.size}", 1, threads, [*mail, *args], exchange.size * width * 2)
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits [n, V / N] fp32 of this rank's rows of the vocabulary to those of all, [n, V]."""

@@ -360,18 +360,6 @@ inline bool take_packet(const void* from, u64& data, u32 number) {
   data = u64(u32(halves[1])) << 32 | u32(halves[0]);
   return u32(halves[0] >> 32) == number && u32(halves[1] >> 32) == number;
 }
-inline void post_value(void* to, float value, u32 number) {
-  if (uintptr_t(to) & 7) emulator::fail("a value's packet is not aligned");
-  if (!emulator::self->waits) emulator::fail("a value was pushed before the wait");
-  __atomic_store_n(static_cast<u64*>(to), u64(number) << 32 | __float_as_uint(value), __ATOMIC_RELEASE);
-}
-inline void load_values_into(uint4& to, const void* from, bool live) {
-  if (!live) return;
-  if (uintptr_t(from) & 15) emulator::fail("values' packets are not aligned");
-  u64 both[2];
-  for (int i = 0; i < 2; ++i) both[i] = __atomic_load_n(static_cast<const u64*>(from) + i, __ATOMIC_ACQUIRE);
-  to = make_uint4(u32(both[0]), u32(both[0] >> 32), u32(both[1]), u32(both[1] >> 32));
-}
 inline u32 load_volatile(const u32* from) { return __atomic_load_n(from, __ATOMIC_ACQUIRE); }
 inline void store_volatile(u32* to, u32 value) { __atomic_store_n(to, value, __ATOMIC_RELEASE); }
 inline u64 clock_ns() {

@@ -30,9 +30,7 @@ enum Order : u32 { IN_TURN, BACKWARDS, WARP_BY_WARP };
 struct Region {
   u8* base;
   size_t bytes;
-  // 1: weights and tables, readable at any time, never written; 2: settled, and written after the wait; 3: written at
-  // any time
-  int constant;
+  int constant;  // 1: weights and tables, readable at any time, never written; 2: settled, and written after the wait
   u8* before;    // what an early read may find in its place, with room for as much behind it; null: what is there
 };
 
@@ -97,7 +95,7 @@ static void protect(u32 open) {
       if (!open) memcpy(behind, region.base, region.bytes);
       memcpy(region.base, open ? behind : region.before, region.bytes);
     }
-    const int early = region.constant == 3 ? PROT_READ | PROT_WRITE : region.constant ? PROT_READ : PROT_NONE;
+    const int early = region.constant ? PROT_READ : PROT_NONE;
     set_rights(region, open && region.constant != 1 ? PROT_READ | PROT_WRITE : early);
   }
 }

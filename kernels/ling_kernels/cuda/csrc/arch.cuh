@@ -373,23 +373,6 @@ __device__ __forceinline__ bool take_packet(const void* from, u64& data, u32 num
   return first == number && second == number;
 }
 
-// A packet of 8 bytes, written whole: one value, and the number of the exchange beside it.
-__device__ __forceinline__ void post_value(void* to, float value, u32 number) {
-  const u64 both = u64(number) << 32 | __float_as_uint(value);
-  asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(to), "l"(both) : "memory");
-}
-
-// Two such packets, each read whole, as {value, number, value, number}; `to` keeps what it holds where `live` is false.
-__device__ __forceinline__ void load_values_into(uint4& to, const void* from, bool live) {
-  asm volatile(
-      "{ .reg .pred p;\n"
-      "  setp.ne.b32 p, %5, 0;\n"
-      "  @p ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4]; }\n"
-      : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
-      : "l"(from), "r"(int(live))
-      : "memory");
-}
-
 // A word that others may change meanwhile, on the device or on the host.
 __device__ __forceinline__ u32 load_volatile(const u32* from) {
   u32 v;

@@ -61,61 +61,6 @@ __device__ __forceinline__ void exchange_norm(i64 mail, const Partial& partial, 
   if (threadIdx.x == 0) swap.finish();
 }
 
-// The same for one row whose parts the ranks' kernels push into each other's mailboxes (see Push). All of them are taken
-// before the wait, four values by a thread: the number is settled, for the kernel before lets this one start after its own
-// wait, and came after the last exchange. With the last part that kernel has read all that it reads, so results may be
-// written over it before the wait, too; the wait comes at the end, and whoever waits for this kernel waits for that one.
-// counter, box: the first number's address and this rank's mailbox, which Mail has too: as arguments they leave two trips
-// to the first packets. Block: width / 8 threads, rounded up to a warp, and any number of others. Shared: bf16 [N][width].
-template <int N>
-__device__ __forceinline__ void exchange_pushed(
-    i64 mail, i64 counter, i64 own_box, int parts, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width,
-    float eps, int early) {
-  DYNAMIC_SHARED(taken);
-  __shared__ __align__(16) float warps[WARP];
-  const Mail& from = mail_at(mail);
-  const int at = threadIdx.x * 8, quarter = width / 4;
-  const bool inside = at < width;
-  if (early != 0) let_next_start_early();
-  const u32 before = load_volatile(reinterpret_cast<const u32*>(counter));  // exchanges that have been
-  const i64 packets = load_settled(reinterpret_cast<const i64*>(&from.packets));
-  const i64 blocks = load_settled(reinterpret_cast<const i64*>(&from.blocks));
-  __shared__ uint4 stash[2][MAX_THREADS];
-  if (inside) stash[0][threadIdx.x] = load_settled16(x + at), stash[1][threadIdx.x] = load_weights(weight + at, true);
-  const u32 number = before + 1, pitch = u32(packets) * 16, whole = u32(blocks) * pitch;
-  const char* box = reinterpret_cast<const char*>(own_box) + (number & 1) * N * whole;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < N * quarter; i += FOURS * blockDim.x) {
-    const char* part[FOURS];
-#pragma unroll
-    for (int f = 0; f < FOURS; ++f) {
-      const u32 four = i + f * blockDim.x < N * quarter ? i + f * blockDim.x : i, rank = four / quarter;
-      part[f] = box + rank * whole + (four - rank * quarter) * 32;
-    }
-    uint2 found[FOURS];
-    take_parts(found, from, part, parts, pitch, number, i, quarter);
-#pragma unroll
-    for (int f = 0; f < FOURS; ++f) {
-      if (i + f * blockDim.x < N * quarter) reinterpret_cast<uint2*>(taken)[i + f * blockDim.x] = found[f];
-    }
-  }
-  __syncthreads();
-  const float each = 1.0f / float(width);
-  float sum[8] = {};
-#pragma unroll 2
-  for (int r = 0; r < N; ++r) {
-    uint4 part = make_uint4(0, 0, 0, 0);
-    if (inside) part = reinterpret_cast<const uint4*>(taken)[r * (width / 8) + threadIdx.x];
-    add_values(sum, joined(part.x, part.y), joined(part.z, part.w));
-  }
-  const uint4 none = make_uint4(0, 0, 0, 0);
-  const uint4 old = inside ? stash[0][threadIdx.x] : none, w = inside ? stash[1][threadIdx.x] : none;
-  add_and_norm(sum, inside, at, old, w, true, x_out, h, each, eps, warps, (width + 255) / 256);
-  wait_for_producer();
-  if (early == 0) let_next_start();
-  if (threadIdx.x == 0) store_volatile(reinterpret_cast<u32*>(counter), number);
-}
-
 // x_out[row] = table[ids[row]] of a table whose rows first .. first + count are here, the others on other ranks. ids null:
 // a draft block's, `anchor` and then `mask`, at positions *length and on, which are written too.
 struct Named {
@@ -220,11 +165,6 @@ __device__ __forceinline__ void exchange_rows(i64 mail, const float* part, float
       exchange_norm_##N(i64 mail, const void* partial, int parts, int pitch, const bf16* x, const bf16* weight,       \
                         bf16* x_out, bf16* h, int width, float eps, int early) {                                      \
     exchange_norm<N>(mail, {partial, parts, pitch}, x, weight, x_out, h, width, eps, early);                          \
-  }                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(640, 1)                                                                \
-      exchange_pushed_##N(i64 mail, i64 counter, i64 box, int parts, const bf16* x, const bf16* weight, bf16* x_out,  \
-                          bf16* h, int width, float eps, int early) {                                                 \
-    exchange_pushed<N>(mail, counter, box, parts, x, weight, x_out, h, width, eps, early);                            \
   }                                                                                                                   \
   extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                        \
       exchange_embed_##N(i64 mail, const i64* ids, const i64* anchor, const i64* length, i64 mask, i64* positions,    \

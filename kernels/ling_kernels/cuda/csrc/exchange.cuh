@@ -7,19 +7,19 @@
 // enough: who posts number n has finished number n - 1, so every rank has posted number n - 1, which it did after the
 // kernel that took number n - 2 had ended.
 #pragma once
-#include "mail.cuh"
 #include "norm.cuh"
 
-// Whether waiting has an end: this rank's patience, or another wait that failed before.
-__device__ __forceinline__ bool given_up(const Mail& mail, int missing, u64& since) {
-  if (load_volatile(mail.error) != 0) return true;
-  const u64 now = clock_ns();
-  if (since == 0) since = now;
-  if (now - since < mail.patience_ns) return false;
-  store_volatile(mail.error, 1 + missing);
-  store_volatile(mail.host_error, 1 + missing);
-  return true;
-}
+constexpr int MAX_RANKS = 8;
+
+// As `mail_words` in exchange.py fills it. Constant, so it may be read before the wait; what it points to may not.
+struct Mail {
+  u64 boxes[MAX_RANKS];  // each rank's mailbox as this GPU addresses it: packets [2 parities][ranks][blocks][packets]
+  u32* numbers;          // [blocks]: exchanges that each block has finished
+  u32* error;            // 0, or 1 + a rank that was waited for in vain; then nobody waits any more
+  u32* host_error;       // the same in the host's memory, for it to read without a copy
+  u64 patience_ns;
+  u64 rank, blocks, packets;
+};
 
 // One block's exchange: N ranks, two packets a thread and round.
 template <int N>
@@ -82,9 +82,20 @@ struct Swap {
         }
       }
       if (missing < 0) return;
-      if (looks % 64 == 0 && given_up(mail, missing, since)) return;
+      if (looks % 64 == 0 && given_up(missing, since)) return;
       look_again();
     }
+  }
+
+  // Whether waiting has an end: this rank's patience, or another wait that failed before.
+  __device__ __forceinline__ bool given_up(int missing, u64& since) const {
+    if (load_volatile(mail.error) != 0) return true;
+    const u64 now = clock_ns();
+    if (since == 0) since = now;
+    if (now - since < mail.patience_ns) return false;
+    store_volatile(mail.error, 1 + missing);
+    store_volatile(mail.host_error, 1 + missing);
+    return true;
   }
 
   // By one thread, when all threads of the block have read the number.
@@ -102,11 +113,10 @@ __device__ __forceinline__ void add_values(float (&sum)[8], u64 first, u64 secon
 }
 
 // What follows a sum over ranks of one row, `value`: x_out = x + value, and, with `norm`, h = RMSNorm(x_out) · w. x, w: this
-// thread's eight values of the residual stream, zeros where there is none, and of the norm's weight. each: 1 / width.
-// count: as for block_sum. All threads of the block call it.
+// thread's eight values of the residual stream, zeros where there is none, and of the norm's weight. each: 1 / width. All
+// threads of the block call it.
 __device__ __forceinline__ void add_and_norm(float (&value)[8], bool inside, i64 base, uint4 x, uint4 w, bool norm,
-                                             bf16* x_out, bf16* h, float each, float eps, float* warps,
-                                             int count = 0) {
+                                             bf16* x_out, bf16* h, float each, float eps, float* warps) {
   add_values(value, joined(x.x, x.y), joined(x.z, x.w));
   const uint4 rounded = pack(value);
   if (inside) *reinterpret_cast<uint4*>(x_out + base) = rounded;
@@ -118,7 +128,7 @@ __device__ __forceinline__ void add_and_norm(float (&value)[8], bool inside, i64
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) squares += inside ? value[i] * value[i] : 0.0f;
-  const float factor = rsqrtf(block_sum(squares, warps, count) * each + eps);
+  const float factor = rsqrtf(block_sum(squares, warps) * each + eps);
   float scale[8];
   unpack(scale, w);
 #pragma unroll
@@ -139,53 +149,6 @@ __device__ __forceinline__ void sum_row(uint4 own, bool inside, float (&sum)[8],
   for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
 #pragma unroll
   for (int r = 0; r < N; ++r) add_values(sum, data[r][0], data[r][1]);
-}
-
-// Twice four values of a row, each four summed over the parts that a rank pushed (see Push), in their order, and rounded
-// as every rank rounds them. from: where those of the first part lie; of a four that
-// is none, any other's. four: the first one's number, of `quarter` for each rank.
-constexpr int FOURS = 2, PUSHED_PARTS = 4;
-__device__ __forceinline__ void take_parts(uint2 (&to)[FOURS], const Mail& mail, const char* const (&from)[FOURS],
-                                           int parts, u32 pitch, u32 number, int four, int quarter) {
-  uint4 pair[FOURS][PUSHED_PARTS][2];  // value, number, value, number; zeros of parts that are none
-#pragma unroll
-  for (int f = 0; f < FOURS; ++f) {
-#pragma unroll
-    for (int p = 0; p < PUSHED_PARTS; ++p) pair[f][p][0] = pair[f][p][1] = make_uint4(0, number, 0, number);
-  }
-  u64 since = 0;
-  for (u32 looks = 1;; ++looks) {
-#pragma unroll
-    for (int f = 0; f < FOURS; ++f) {
-#pragma unroll
-      for (int p = 0; p < PUSHED_PARTS; ++p) {
-        load_values_into(pair[f][p][0], from[f] + p * pitch, p < parts);
-        load_values_into(pair[f][p][1], from[f] + p * pitch + 16, p < parts);
-      }
-    }
-    u32 wrong = 0;
-#pragma unroll
-    for (int f = 0; f < FOURS; ++f) {
-#pragma unroll
-      for (int p = 0; p < PUSHED_PARTS; ++p) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) wrong |= (pair[f][p][i].y ^ number) | (pair[f][p][i].w ^ number);
-      }
-    }
-    if (wrong == 0 || (looks % 64 == 0 && given_up(mail, four / quarter, since))) break;
-    look_again();
-  }
-#pragma unroll
-  for (int f = 0; f < FOURS; ++f) {
-    float sum[4] = {};
-#pragma unroll
-    for (int p = 0; p < PUSHED_PARTS; ++p) {
-      const u32 words[4] = {pair[f][p][0].x, pair[f][p][0].z, pair[f][p][1].x, pair[f][p][1].z};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[i] += __uint_as_float(words[i]);
-    }
-    to[f] = make_uint2(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]));
-  }
 }
 
 // What one rank found in a row of its logits: its best candidate with an id of the whole vocabulary, whether any logit

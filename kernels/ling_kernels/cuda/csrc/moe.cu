@@ -7,7 +7,6 @@
 // product with zero would keep an infinity. So down is one long product over the listed experts, whose sum never
 // leaves the tensor cores: what a row did not choose adds exact zeros to it, which change no bit.
 #include "gemm.cuh"
-#include "mail.cuh"
 #include "select.cuh"
 
 // Tiles of 8 gate and 8 up rows over all chosen experts; blocks take them in turn. A tile's slot follows from its number;
@@ -182,14 +181,12 @@ struct Experts {
 // One part of out[token, rows of this block] = sum over slots of down[slot] · x[slot, token]. Each warp of the whole grid
 // has one chunk of K, the same of every expert, and walks all experts in ascending order: which experts a warp has never
 // depends on the other rows. K is shared between blocks (see part.cu), and exchange_norm adds the parts.
-// mail: as for linear_part.
 // AHEAD: slots whose weights and tokens a warp asks for at once. each: warps of a tile; a block has as many tiles as its
 // warps suffice for, which meet the same tokens: those of nine rows are 0.6 of a tile's weights, and L1 has them then.
 template <int NT, int AHEAD>
 __device__ __forceinline__ void down_part(
-    const Experts& experts, const bf16* x, float* out, int pitch, int rows, int live, int width, int each, i64 mail) {
+    const Experts& experts, const bf16* x, float* out, int pitch, int rows, int live, int width, int each) {
   DYNAMIC_SHARED(shared);
-  __shared__ Push push;
   __shared__ u32 ids[MAX_SLOTS];
   __shared__ int number;
   const u32 threads = NT == 1 ? blockDim.x : each * WARP, own_tile = NT == 1 ? 0 : threadIdx.x / threads;
@@ -253,7 +250,6 @@ __device__ __forceinline__ void down_part(
   const int stored = at < width ? live : 0, begin = blockIdx.y * rows * width + at;
 #pragma unroll
   for (int n = 0; n < NT; ++n) settle_here(tokens[n]);
-  push.ask(mail);
   wait_for_producer();
   let_next_start();
 #pragma unroll
@@ -263,7 +259,6 @@ __device__ __forceinline__ void down_part(
       load_activations_into(in[s][n], tokens[n] + u64(slot_pitch) * s, s < slots && (s == 0 ? in_shared : in_routed));
     }
   }
-  push.ask_number(mail);
   float sums[NT][4] = {};
   for (int first = 0; first < slots; first += AHEAD) {
 #pragma unroll
@@ -287,12 +282,7 @@ __device__ __forceinline__ void down_part(
   Sums<NT> all = {reinterpret_cast<float*>(shared) + own_tile * warps * Sums<NT>::SIZE};
   all.put(warp, sums);
   __syncthreads();
-  push.ready(mail);
-  own.each(stored, [&](int token, int place) {
-    const float sum = all.at(place, warps);
-    out[begin + token * width] = sum;
-    if (mail != 0) push.post(blockIdx.y, at, sum);
-  });
+  own.each(stored, [&](int token, int place) { out[begin + token * width] = all.at(place, warps); });
 }
 
 // x [*, width], routed [E, 2 inner, width] -> out [slots, ROW_TILE, pitch] from the second slot on. Grid: any number of
@@ -328,14 +318,13 @@ EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_4, 4)
 
 // x as gate_up and the plan's kernel left it, shared [width, shared_inner], routed [E, width, inner] -> out [parts, rows,
 // width] fp32, `live` rows of each. each: warps of a tile, four at most; all of a block's up to 8 tokens. Grid: tiles of 16
-// rows by those of a block, parts; mail: as for linear_part; parts · each chunks are at least as long as a row. Shared: warps · 8 NT · PITCH floats.
+// rows by those of a block, parts; parts · each chunks are at least as long as a row. Shared: warps · 8 NT · PITCH floats.
 #define EXPERTS_DOWN(NAME, NT, AHEAD, THREADS, BLOCKS)                                                            \
   extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(                                             \
       const bf16* x, const bf16* shared, const bf16* routed, const u32* plan, float* out, int shared_inner,       \
-      int inner, int pitch, int rows, int live, int width, int each, i64 mail) {                                  \
+      int inner, int pitch, int rows, int live, int width, int each) {                                            \
     down_part<NT, AHEAD>(                                                                                         \
-        Experts{shared, routed, shared_inner, inner, plan}, x, out, pitch, rows, live, width, each,               \
-        NT == 1 ? mail : 0);                                                                                      \
+        Experts{shared, routed, shared_inner, inner, plan}, x, out, pitch, rows, live, width, each);              \
   }
 EXPERTS_DOWN(experts_down_8_9, 1, 9, 128, 3)  // all slots of one row at once
 EXPERTS_DOWN(experts_down_8_8, 1, 8, 128, 4)

@@ -2,7 +2,6 @@
 // long, so K is shared between blocks too. A block takes one tile of 16 rows and one part of K, and leaves fp32 sums.
 // Blocks are small and many: each gets in as soon as a few of the producer's are gone, and asks for its weights.
 #include "gemm.cuh"
-#include "mail.cuh"
 
 // Rows [n, pitch]; part p has K from p · width on, the last one what is left.
 struct MatrixPart {
@@ -21,30 +20,21 @@ struct MatrixPart {
   }
 };
 
-// out [parts, rows, n] fp32, this block's part and tile; `live` rows. mail: where to push the only row too, or 0.
+// out [parts, rows, n] fp32, this block's part and tile; `live` rows.
 template <int NT>
 struct StorePart {
   float* out;
-  Push* push;
-  i64 mail;
   int n, live, begin;
   Own<NT, 16> own;
 
-  __device__ __forceinline__ StorePart(float* out, Push* push, i64 mail, int rows, int live, int n)
-      : out(out), push(push), mail(mail), n(n) {
-    push->ask(mail);
+  __device__ __forceinline__ StorePart(float* out, int rows, int live, int n) : out(out), n(n) {
     const int row = blockIdx.x * 16 + own.value;
     this->live = row < n ? live : 0, begin = blockIdx.y * rows * n + row;
     settle_here(this->live), settle_here(begin);
   }
-  __device__ __forceinline__ void expect(int) { push->ask_number(mail); }
+  __device__ __forceinline__ void expect(int) {}
   __device__ __forceinline__ void operator()(int, const Sums<NT>& sums) {
-    push->ready(mail);
-    own.each(live, [&](int token, int at) {
-      const float sum = sums.at(at);
-      out[begin + token * n] = sum;
-      if (mail != 0) push->post(blockIdx.y, blockIdx.x * 16 + own.value, sum);
-    });
+    own.each(live, [&](int token, int at) { out[begin + token * n] = sums.at(at); });
   }
   __device__ __forceinline__ void finish() {}
 };
@@ -84,21 +74,19 @@ struct HeadNorm {
 
 template <int NT, class Factor>
 __device__ __forceinline__ void linear_part(
-    const bf16* x, const bf16* w, float* out, const Factor& factor, int rows, int live, int n, int k, int part,
-    i64 mail) {
+    const bf16* x, const bf16* w, float* out, const Factor& factor, int rows, int live, int n, int k, int part) {
   const int first = blockIdx.y * part, width = min(part, k - first);
-  __shared__ Push push;
-  StorePart<NT> store(out, &push, NT == 1 ? mail : 0, rows, live, n);
+  StorePart<NT> store(out, rows, live, n);
   stream_tiles<NT>(MatrixPart{w + first, n, k, width}, Tokens{x + first, width, k, live}, factor, store);
 }
 
 // x [rows, k], w [n, k] -> out [parts, rows, n] fp32, `live` rows of each. part: values of K in a part, a multiple of a
-// warp's span. mail: a Mail's address where out's only row is pushed to all ranks too, otherwise 0. Grid: ceil(n / 16), parts. Block: up to four warps; BLOCKS of them on a multiprocessor. Shared: 2 · warps ·
+// warp's span. Grid: ceil(n / 16), parts. Block: up to four warps; BLOCKS of them on a multiprocessor. Shared: 2 · warps ·
 // 8 NT · PITCH floats.
 #define LINEAR_PART(NAME, NT, BLOCKS)                                                                               \
   extern "C" __global__ void __launch_bounds__(128, BLOCKS) NAME(                                                   \
-      const bf16* x, const bf16* w, float* out, int rows, int live, int n, int k, int part, i64 mail) {             \
-    linear_part<NT>(x, w, out, Plain{}, rows, live, n, k, part, mail);                                              \
+      const bf16* x, const bf16* w, float* out, int rows, int live, int n, int k, int part) {                       \
+    linear_part<NT>(x, w, out, Plain{}, rows, live, n, k, part);                                                    \
   }
 LINEAR_PART(linear_part_8, 1, 5)
 LINEAR_PART(linear_part_16, 2, 4)
@@ -107,9 +95,9 @@ LINEAR_PART(linear_part_16, 2, 4)
 #define LINEAR_PART_NORMED(NAME, NT, BLOCKS)                                                                        \
   extern "C" __global__ void __launch_bounds__(128, BLOCKS) NAME(                                                   \
       const bf16* x, const bf16* w, float* out, const float* sums, float eps, int rows, int live, int n, int k,     \
-      int part, i64 mail) {                                                                                         \
+      int part) {                                                                                                   \
     const HeadNorm norm = {sums, k / 128, live, int(blockIdx.y) * part / 128, eps};                                 \
-    linear_part<NT>(x, w, out, norm, rows, live, n, k, part, mail);                                                 \
+    linear_part<NT>(x, w, out, norm, rows, live, n, k, part);                                                       \
   }
 LINEAR_PART_NORMED(linear_part_normed_8, 1, 5)
 LINEAR_PART_NORMED(linear_part_normed_16, 2, 4)
