@@ -240,6 +240,8 @@ class App:
             return True
         except EOFError:
             return False
+        if self.prompt.was_erased:
+            self.pane.draw([view.typed(text)])
         self.check_load()
         self._tell()
         replaces, self._replaces = self._replaces and not self.prompt.was_cleared, False

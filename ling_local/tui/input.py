@@ -27,6 +27,7 @@ from prompt_toolkit.output import ColorDepth, Output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
+from prompt_toolkit.utils import get_cwidth
 
 from ling_local.tui.commands import ALIASES, COMMANDS, block_is_open
 from ling_local.tui.wrap import TAB
@@ -119,7 +120,8 @@ class Prompt:
         mark: str = "› ",
     ) -> None:
         self.was_cleared = False  # by Ctrl-C, since `read` began: what stood there to begin with is not meant any more
-        self._failed = failed
+        self.was_erased = False  # the text is not on the screen any more: it is higher than that
+        self._failed, self._mark = failed, mark
         self._session: PromptSession[str] = PromptSession(
             message=[("class:prompt", mark)],
             input=source,
@@ -131,7 +133,7 @@ class Prompt:
             complete_while_typing=Condition(_types_a_command),
             complete_style=CompleteStyle.COLUMN,
             bottom_toolbar=lambda: _toolbar(toolbar()),
-            key_bindings=_bindings(self._clear),
+            key_bindings=_bindings(self._clear, self._stands),
             input_processors=[Tabs(TAB, " ", " ")],
             style=Style.from_dict(_STYLE),
             include_default_pygments_style=False,
@@ -152,7 +154,7 @@ class Prompt:
             if not self._end_if_failed() and editor:
                 get_app().current_buffer.open_in_editor()
 
-        self.was_cleared = False
+        self.was_cleared = self.was_erased = self._session.app.erase_when_done = False
         rows = self._session.output.get_size().rows
         self._session.reserve_space_for_menu = max(min(_MENU_ROWS, rows - 2), 0)  # a low window has to show the line
         return self._session.prompt(default=default, pre_run=begin)
@@ -168,6 +170,13 @@ class Prompt:
     def _clear(self, buffer: Buffer) -> None:
         buffer.reset()
         self.was_cleared = True
+
+    def _stands(self, text: str) -> None:
+        """This is what will be returned. The screen can show the end of it alone where it is higher: then it goes."""
+        size = self._session.output.get_size()
+        width = max(size.columns - get_cwidth(self._mark), 1)
+        height = sum(get_cwidth(line.expandtabs(TAB)) // width + 1 for line in text.split("\n"))
+        self.was_erased = self._session.app.erase_when_done = height >= size.rows
 
     def _look(self) -> None:
         if not self._end_if_failed():
@@ -189,7 +198,7 @@ def _toolbar(text: str) -> StyleAndTextTuples:
     return [("class:bottom-toolbar.text", text)]
 
 
-def _bindings(clear: Callable[[Buffer], None]) -> KeyBindings:
+def _bindings(clear: Callable[[Buffer], None], stands: Callable[[str], None]) -> KeyBindings:
     bindings = KeyBindings()
     typing = has_focus("DEFAULT_BUFFER") & ~is_searching
 
@@ -200,6 +209,7 @@ def _bindings(clear: Callable[[Buffer], None]) -> KeyBindings:
         if block_is_open(buffer.text):
             buffer.insert_text("\n")
         else:
+            stands(buffer.text)
             buffer.validate_and_handle()
 
     @bindings.add(Keys.ControlJ, filter=typing)

@@ -58,6 +58,11 @@ def finished(before: ChatState, after: ChatState, quiet: bool = True) -> list[Re
     return [show(item) for item in items if quiet or not isinstance(item, Summary)]
 
 
+def typed(text: str) -> RenderableType:
+    """A question as it stood in the prompt."""
+    return Lines(Text(visible(text)), "› ")
+
+
 def show(item: Item) -> RenderableType:
     """One item of the log."""
     match item:

@@ -162,3 +162,14 @@ def test_history_comes_back_in_the_next_chat(talk: Start) -> None:
     again.send("\x1b[A").until("› the first question")
     again.send("\x03").ready()
     again.send("\x12first").until("the first question")
+
+
+def test_a_question_higher_than_the_screen_stays_whole(talk: Start) -> None:
+    lines = [f"line {number} of it" for number in range(1, 20)]
+    for rows in (8, 40):
+        seen = talk(["ANSWER"], rows=rows).ready()
+        seen.send("\x1b[200~" + "\r".join(lines) + "\x1b[201~")
+        seen.until(lines[-1]).send("\r")
+        seen.until("ANSWER").ready()
+        found = [line.strip(" ›") for line in seen.text.splitlines() if " of it" in line]
+        assert found == lines
