@@ -43,8 +43,8 @@ def command(
     settings, output = opt.open_settings(context)
     models = hub.list_models(tuple(folders or ()))
     _print(models, settings, output)
-    for model in models[-len(folders) :] if folders else ():  # those that were named, after all are listed
-        if model.problem:
+    for model in models:  # after all are listed
+        if model.source == "folder" and model.problem:  # it was named
             closer = f"`ling doctor -m {shlex.quote(model.name)}` looks closer."
             raise ModelError(f"{model.name} cannot be used: {model.problem}", closer)
 

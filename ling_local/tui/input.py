@@ -120,7 +120,6 @@ class Prompt:
         mark: str = "› ",
     ) -> None:
         self.was_cleared = False  # by Ctrl-C, since `read` began: what stood there to begin with is not meant any more
-        self.was_erased = False  # the text is not on the screen any more: it is higher than that
         self._failed, self._mark = failed, mark
         self._session: PromptSession[str] = PromptSession(
             message=[("class:prompt", mark)],
@@ -144,6 +143,11 @@ class Prompt:
             mouse_support=False,
         )
 
+    @property
+    def was_erased(self) -> bool:
+        """The text that was read last is not on the screen any more: it is higher than that."""
+        return self._session.app.erase_when_done
+
     def read(self, default: str = "", editor: bool = False) -> str:
         """The next text, whole. default stands in the line to begin with; editor: it is opened there at once.
 
@@ -154,7 +158,7 @@ class Prompt:
             if not self._end_if_failed() and editor:
                 get_app().current_buffer.open_in_editor()
 
-        self.was_cleared = self.was_erased = self._session.app.erase_when_done = False
+        self.was_cleared = self._session.app.erase_when_done = False
         rows = self._session.output.get_size().rows
         self._session.reserve_space_for_menu = max(min(_MENU_ROWS, rows - 2), 0)  # a low window has to show the line
         return self._session.prompt(default=default, pre_run=begin)
@@ -176,7 +180,7 @@ class Prompt:
         size = self._session.output.get_size()
         width = max(size.columns - get_cwidth(self._mark), 1)
         height = sum(get_cwidth(line.expandtabs(TAB)) // width + 1 for line in text.split("\n"))
-        self.was_erased = self._session.app.erase_when_done = height >= size.rows
+        self._session.app.erase_when_done = height >= size.rows
 
     def _look(self) -> None:
         if not self._end_if_failed():

@@ -121,7 +121,7 @@ class DenseOps:
         warps = warps_for(tiles, width, sms)
         norm = self._take_unnormed(h, tiles <= sms and warps * DEPTH * CHUNK >= width)
         if norm is None:
-            self._stream("linear", tiles, width, rows, [h, weight, out, rows, n, width])
+            self._stream_evenly("linear", tiles, width, rows, [h, weight, out, rows, n, width])
         else:
             bytes_needed = sums_bytes(warps, rows) + row_bytes(width)
             self.device.launch("linear_normed", tiles, warps * 32, [*norm, weight, out, n], bytes_needed)
@@ -163,7 +163,7 @@ class DenseOps:
         inner, width = params.down.shape[1], params.gate_up.shape[1]
         mid = h.new_empty(h.shape[0], inner)
         args = [h, params.gate_up, mid, float(params.limit), rows, inner, width]
-        self._stream("mlp_gate_up", -(-inner // 8), width, rows, args)
+        self._stream_evenly("mlp_gate_up", -(-inner // 8), width, rows, args)
         return self.linear_partial(mid, params.down, rows)
 
     def head(self, h: Tensor, weight: Tensor, rows: int | None = None) -> Tensor:
@@ -172,12 +172,13 @@ class DenseOps:
         n, width = weight.shape
         logits = torch.empty(h.shape[0], n, dtype=torch.float32, device=h.device)
         tiles = -(-n // 16)
-        per = tiles_per_block(tiles, self._slots("head", tiles, width, rows))  # alike, for the ranges of candidates
+        warps = warps_for(tiles, width, self.device.properties.num_sms)
+        per = tiles_per_block(tiles, self._slots("head", warps, rows))  # alike, for the ranges of candidates
         blocks = -(-tiles // per)
         values = torch.empty(blocks, ROW_TILE, dtype=torch.float32, device=h.device)
         ids = torch.empty(blocks, ROW_TILE, dtype=torch.int32, device=h.device)
         args = [h, weight, logits, values, ids, rows, n, width, per]
-        self._stream("head", tiles, width, rows, args, blocks)
+        self._stream("head", width, rows, args, warps, blocks)
         self.candidates = Candidates(logits, values, ids, per * 16)
         return logits
 
@@ -298,25 +299,22 @@ class DenseOps:
         fits = (name for name in names if self.device.resident(name, warps * 32, bytes_needed) >= blocks)
         return next(fits, names[-1])
 
-    def _slots(self, name: str, tiles: int, width: int, rows: int) -> int:
+    def _slots(self, name: str, warps: int, rows: int) -> int:
         """Blocks of one of the kernels that walk tiles of a matrix: as many as the machine holds, of one row no more
         than of sixteen (more were slower: a step of flash on a rank of two 1.87 ms instead of 1.86)."""
-        sms = self.device.properties.num_sms
-        warps = warps_for(tiles, width, sms)
         held = self.device.resident(_named(name, rows), warps * 32, sums_bytes(warps, rows))
-        return min(held, sms * (WARPS_PER_SM // warps))
+        return min(held, self.device.properties.num_sms * (WARPS_PER_SM // warps))
 
-    def _stream(
-        self, name: str, tiles: int, width: int, rows: int, args: list[Argument], blocks: int | None = None
-    ) -> None:
-        """Launch one of them. blocks None: the tiles are dealt out evenly, and how is its last arguments."""
+    def _stream(self, name: str, width: int, rows: int, args: list[Argument], warps: int, blocks: int) -> None:
+        """Launch one of them; how its tiles are dealt out is its last arguments."""
         _check_window(args[0], rows)
         _width("width of a projection", width)
-        if blocks is None:
-            *deal, blocks = even_deal(tiles, self._slots(name, tiles, width, rows))
-            args = [*args, *deal]
-        warps = warps_for(tiles, width, self.device.properties.num_sms)
         self.device.launch(_named(name, rows), blocks, warps * 32, args, sums_bytes(warps, rows))
+
+    def _stream_evenly(self, name: str, tiles: int, width: int, rows: int, args: list[Argument]) -> None:
+        warps = warps_for(tiles, width, self.device.properties.num_sms)
+        *deal, blocks = even_deal(tiles, self._slots(name, warps, rows))
+        self._stream(name, width, rows, [*args, *deal], warps, blocks)
 
     def _gate(self, gate: Tensor) -> Tensor:
         """The router's weight as the kernel takes it, made at first use and kept: bf16 [E, D], or, for fp32, three bf16

@@ -231,10 +231,6 @@ inline void store16(void* to, const uint4& v) {
   std::memcpy(to, &v, 16);
 }
 inline float load_constant(const float* from) { return *from; }
-inline float4 load_constant(const float4* from) {
-  if (uintptr_t(from) & 15) emulator::fail("a 16-byte load is not aligned");
-  return *from;
-}
 inline float load_settled(const float* from) { return *from; }
 inline i64 load_settled(const i64* from) { return *from; }
 inline u32 load_settled(const u32* from) { return *from; }
@@ -248,6 +244,7 @@ inline float4 load_settled(const float4* from) {
   if (uintptr_t(from) & 15) emulator::fail("a 16-byte load is not aligned");
   return *from;
 }
+inline float4 load_constant(const float4* from) { return load_settled(from); }
 inline uint2 load_activations4(const bf16* from) { return load_settled(reinterpret_cast<const uint2*>(from)); }
 inline bf16 load_activation(const bf16* from) { return *from; }
 inline u32 load_activation(const u32* from) { return *from; }

@@ -131,11 +131,7 @@ __device__ __forceinline__ float load_activation(const float* from) {
 }
 
 // A number of the model that many warps want: through L1, or all would queue for it at one place of L2.
-__device__ __forceinline__ float load_constant(const float* from) {
-  float v;
-  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(from));
-  return v;
-}
+__device__ __forceinline__ float load_constant(const float* from) { return load_activation(from); }
 __device__ __forceinline__ float4 load_constant(const float4* from) {
   float4 v;
   asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from));
@@ -154,20 +150,20 @@ __device__ __forceinline__ void store16(void* to, const uint4& v) {
   asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// Ask for memory to be in L2 soon. from: 16-byte aligned; bytes: a multiple of 16. Called by one thread.
+// Ask for the line around an address to be in L2 soon.
+__device__ __forceinline__ void prefetch_line(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
+}
+
+// The same for more memory. from: 16-byte aligned; bytes: a multiple of 16. Called by one thread.
 __device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #else
   const char* line = static_cast<const char*>(from);
 #pragma unroll 1
-  for (u32 at = 0; at < bytes; at += 128) asm volatile("prefetch.global.L2 [%0];" ::"l"(line + at) : "memory");
+  for (u32 at = 0; at < bytes; at += 128) prefetch_line(line + at);
 #endif
-}
-
-// The same for the line around an address.
-__device__ __forceinline__ void prefetch_line(const void* at) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
 }
 
 // Words that are no weights but settled: written several kernels ago and by none that may still run. They may be read
