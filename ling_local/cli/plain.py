@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import FrameType
 
 from ling_local.cli.chat import Screen, chat_request, messages_for
 from ling_local.cli.figures import stats_line
@@ -29,18 +33,55 @@ class Conversation:
     opened: Opened
     output: Output
     talk: Talk
+    ctrl_c: CtrlC
     messages: tuple[Message, ...] = ()
+
+
+class CtrlC:
+    """Ctrl-C at a prompt and while an answer is due: the first ends that, and more of them do nothing until the next.
+
+    A KeyboardInterrupt that came while the stopped answer is put away would end the talk.
+    """
+
+    def __init__(self) -> None:
+        self._heard = False
+
+    @contextmanager
+    def installed(self) -> Iterator[CtrlC]:
+        """Take SIGINT over, and give it back. Where it was ignored from the start, as with nohup, it stays so."""
+        before = signal.getsignal(signal.SIGINT)
+        if before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._handle)
+        try:
+            yield self
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """KeyboardInterrupt comes out of here, once at most."""
+        self._heard = True
+        try:
+            yield
+        finally:
+            self._heard = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._heard:
+            self._heard = False
+            raise KeyboardInterrupt
 
 
 def talk(settings: Settings, output: Output) -> None:
     """Prompt, stream an answer, prompt again, until the person leaves."""
     _prepare_line_editing(output)
-    with open_model(settings, output, background=True) as opened:
-        state = Conversation(opened, output, Talk(opened.settings, opened.settings))
+    with open_model(settings, output, background=True) as opened, CtrlC().installed() as ctrl_c:
+        state = Conversation(opened, output, Talk(opened.settings, opened.settings), ctrl_c)
         output.note("/help for commands · Ctrl-C stops an answer · Ctrl-D leaves", "dim")
         while True:
             try:
-                text = _read_text(output)
+                with ctrl_c.heard():
+                    text = _read_text(output)
             except KeyboardInterrupt:
                 output.say("")
                 output.note("Ctrl-D or /exit leaves", "dim")
@@ -125,9 +166,11 @@ def _turn(state: Conversation, text: str) -> None:
     request = chat_request(settings, messages_for(settings, *state.messages, question))
     answer = Answer()
     screen = Screen(output, settings["show_thinking"])
-    wait_loaded(state.opened)  # Ctrl-C here ends the load, and with it the program: there is no talk to keep yet
+    with state.ctrl_c.heard():  # ends the load, and with it the program: there is no talk to keep yet
+        wait_loaded(state.opened)
     try:
-        stream(state.opened, request, answer, screen.take)
+        with state.ctrl_c.heard():
+            stream(state.opened, request, answer, screen.take)
     except KeyboardInterrupt:
         answer.finish = FinishReason.CANCELLED.value
     except EngineDied:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ling_local.cli.plain import CtrlC
 from program import COMMAND, ESC, FULL, Program, group_is_gone, seen, watch
 
 Write = Callable[..., Path]
@@ -168,6 +170,16 @@ def test_two_ctrl_c_in_a_row_do_no_harm(talk, gap_s: float) -> None:
     child.expect_exact(b"next answer")
     child.expect_exact(PROMPT)
     assert leave(child) == 0
+
+
+def test_ctrl_c_while_a_stopped_answer_is_put_away_does_no_harm() -> None:
+    with CtrlC().installed() as ctrl_c:
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt), ctrl_c.heard():
+                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):  # and it is as it was
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_ctrl_c_before_the_first_word_leaves_no_trace_in_the_talk(talk) -> None:

@@ -35,10 +35,9 @@ def test_the_prompt_is_there_before_the_model_and_an_early_message_waits(talk: S
 
 def test_what_a_load_has_to_say_stays_on_the_screen(talk: Start) -> None:
     seen = talk(["ANSWER"], args=("--no-think", "--block", "3"), columns=100)
-    shown = seen.ask("q")
-    assert "--block 3 has no effect" in shown
-    assert "ANSWER" in shown
-    assert "no effect" not in seen.ask("q2")
+    for line in ("q", "q2"):
+        assert "ANSWER" in seen.ask(line)
+    assert seen.text.count("--block 3 has no effect") == 1  # above the first question or below
 
 
 def test_live_figures_move_while_tokens_come_and_one_quiet_line_stays(talk: Start) -> None:
