@@ -294,6 +294,11 @@ __device__ __forceinline__ void down_part(
   }
   float sums[NT][4] = {};
   for (int done = 0; done < slots; done += AHEAD) {
+    if (NT > 1 && threadIdx.x < AHEAD) {
+      // Each expert is a page or two of its own: a line of those that will be asked for next opens the way.
+      const int slot = done + 2 * AHEAD + int(threadIdx.x);
+      if (slot < slots) prefetch_line(routed_low + u64(ids[slot]) * stride);
+    }
 #pragma unroll
     for (int s = 0; s < AHEAD; ++s) {
       if (done + s < slots) multiply(sums, ring[s], in[s]);
