@@ -307,6 +307,7 @@ class DenseOps:
             name, args = self._looking(f"experts_choose_gate_up_{quads}", h, unselected.args[0]), unselected.args
         blocks = min((mid.shape[0] - 1) * tiles, self.device.resident(name, warps * 32, bytes_needed))
         args = [h, params.gate_up, *args, mid, inner, pitch, float(params.limit), *([] if selects else [rows]), width]
+        args += [params.down] if selects else []
         self.device.launch(name, blocks, warps * 32, args, bytes_needed)
         each, parts = down_shape(pitch)
         tiles = -(-width // 16)

@@ -105,6 +105,16 @@ struct Selected {
   i64* experts;
   float* weights;
   u32* plan;
+  const bf16* down;
+  u32 size;  // of an expert there
+
+  // A line of each half of the chosen experts' down weights, which this multiprocessor reads next: each lies in a page or two
+  // of its own. By one warp, lanes with the experts in turn.
+  __device__ __forceinline__ void touch(int expert, int chosen) const {
+    const u32 lane = threadIdx.x % WARP, half = size / 2;
+    if (lane >= 2 * MAX_CHOSEN || int(lane % MAX_CHOSEN) >= chosen) return;
+    prefetch_line(down + u64(u32(expert)) * size + (lane < MAX_CHOSEN ? 0 : half) + blockIdx.x * 64 % half);
+  }
 };
 
 // One row's choice by one warp of each block, from at most 4 · QUADS · WARP experts. LOOKS: for its logits.
@@ -143,6 +153,7 @@ struct Choice {
     const int lane = threadIdx.x % WARP;
     const float weight = router_weight(router, logits.of(expert));
     if (lane < router.chosen) at->weights[below] = weight;
+    to.touch(__shfl_sync(ALL, expert, lane % MAX_CHOSEN), router.chosen);
     if (blockIdx.x > 0) return;
     if (lane < router.chosen) {
       store_volatile(to.plan + PLAN_IDS + 1 + below, u32(expert));
@@ -351,14 +362,15 @@ EXPERTS_GATE_UP(experts_gate_up_16_look, 2, TokensToCome)
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
       const bf16* x, const bf16* routed, const float* logits, const float* bias, i64* experts, float* weights,    \
       u32* plan, int num_experts, int groups, int allowed_groups, int chosen, float scale, int second, bf16* out, \
-      int inner, int pitch, float limit, int width) {                                                             \
+      int inner, int pitch, float limit, int width, const bf16* down) {                                           \
     constexpr bool LOOKS = INPUT::LOOKS;                                                                          \
     __shared__ OneRow<QUADS> row;                                                                                 \
     const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};                        \
     const bool mine = Choice<QUADS, LOOKS>::is_chooser(row);                                                      \
     Choice<QUADS, LOOKS> choice(router, Logits{logits, second}, bias, &row, mine);                                \
     const ChoosingGateUp<QUADS, LOOKS> source = {{routed, plan, inner, width, int(gridDim.x), nullptr}, &choice}; \
-    StoreChosen<QUADS, LOOKS> store = {source, {experts, weights, plan}, out, pitch, limit};                      \
+    const Selected to = {experts, weights, plan, down, u32(width) * inner};                                       \
+    StoreChosen<QUADS, LOOKS> store = {source, to, out, pitch, limit};                                            \
     stream_tiles<1>(source, INPUT{x, width, width, 1}, Plain{}, store);                                           \
   }
 EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_1, 1, Tokens)
