@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ling_kernels.cuda.ahead import Asks
 from ling_kernels.cuda.blank import Blanks
 from ling_kernels.cuda.driver import Argument, Device
 from ling_kernels.cuda.lazy import Candidates, Gated, Unembedded, Unnormed, Unselected
@@ -54,6 +55,7 @@ class DenseOps:
         self.device = device
         self.gate_fp32 = gate_fp32
         self.blanks = Blanks(device)
+        self.asks = Asks(device.properties.num_sms)
         self.gated: Gated | None = None
         self.unnormed: Unnormed | None = None
         self.unselected: Unselected | None = None
@@ -125,7 +127,9 @@ class DenseOps:
         if rows is None:
             return reference.linear(h, weight)
         n, width = weight.shape
-        out = self._result(h, rows, h.shape[0], n) if out is None else out
+        if out is None:
+            out = self._result(h, rows, h.shape[0], n)
+            self.asks.begin(weight)
         # where a block has one trip of weights, and no multiprocessor two blocks that make the same row
         tiles, sms = -(-n // 16), self.device.properties.num_sms
         warps = warps_for(tiles, width, sms)
@@ -307,7 +311,7 @@ class DenseOps:
             name, args = self._looking(f"experts_choose_gate_up_{quads}", h, unselected.args[0]), unselected.args
         blocks = min((mid.shape[0] - 1) * tiles, self.device.resident(name, warps * 32, bytes_needed))
         args = [h, params.gate_up, *args, mid, inner, pitch, float(params.limit), *([] if selects else [rows]), width]
-        args += [params.down] if selects else []
+        args += [*([params.down] if selects else []), *self.asks.by("experts")]
         self.device.launch(name, blocks, warps * 32, args, bytes_needed)
         each, parts = down_shape(pitch)
         tiles = -(-width // 16)

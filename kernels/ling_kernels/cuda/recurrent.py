@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ling_kernels.cuda.ahead import Asks
 from ling_kernels.cuda.blank import Blanks
 from ling_kernels.cuda.driver import Argument, Device
 from ling_kernels.cuda.lazy import Gated, Uncommitted
@@ -25,6 +26,7 @@ class RecurrentOps:
 
     device: Device
     blanks: Blanks
+    asks: Asks
     gated: Gated | None
     uncommitted: Uncommitted | None = None
 
@@ -42,7 +44,7 @@ class RecurrentOps:
         advances = limits is not None and rows == 1
         words = [limits.remaining, limits.done] if advances else [None, None]
         args = [out, sums, staged.states, staged.inputs, *inputs, heads, rows, float(params.lower_bound), *words]
-        args += self.blanks.renew(rows, proj)
+        args += [*self.blanks.renew(rows, proj), *self.asks.by("mixer")]
         name = _named("kda_verify_sums", proj) + ("_look" if looks else "")
         self.device.launch(name, heads * SLICES, THREADS, args)
         self.gated = Gated(out, sums.view(-1, heads, SLICES), params.eps)

@@ -1,5 +1,6 @@
 // KDA launches: verify; commit and follow, which take all layers and may move a sequence's words too; the three kernels
 // of prefill. _uneven: for projections whose rows are not 8-byte aligned.
+#include "ahead.cuh"
 #include "kda_prefill.cuh"
 #include "kda_window.cuh"
 #include "verdict.cuh"
@@ -10,10 +11,11 @@
   extern "C" __global__ void __launch_bounds__(KDA_THREADS, 2)                                                     \
       name(bf16* out, float* sums, float* records, bf16* raw, const bf16* proj, const bf16* history,               \
            float* state, const bf16* conv, const float* a_log, const float* dt_bias, const bf16* o_norm,           \
-           int heads, int rows, float lower_bound, const i64* remaining, const u8* done, uint4* blank, int words) { \
+           int heads, int rows, float lower_bound, const i64* remaining, const u8* done, uint4* blank, int words,   \
+           AHEAD_ARGUMENTS) {                                                                                      \
     __shared__ KdaVerifyShared shared;                                                                             \
     const KdaVerify job{{proj, history, heads, lower_bound}, state, conv, a_log, dt_bias, o_norm, out, sums,       \
-                        records, raw, rows, remaining, done, {blank, words}};                                      \
+                        records, raw, rows, remaining, done, {blank, words}, AHEAD_OF};                                      \
     kda_verify<even, looks>(job, blockIdx.x / KDA_SLICES, blockIdx.x % KDA_SLICES, shared);                        \
   }
 KDA_VERIFY(kda_verify_sums, true, false)

@@ -1,6 +1,7 @@
 // KDA over a window: verify, which leaves the state as it is unless it knows that its only row is kept; commit, which
 // replays what was kept; follow, what is left of a commit where verify has advanced the state.
 #pragma once
+#include "ahead.cuh"
 #include "kda.cuh"
 
 // ---- verify -----------------------------------------------------------------------------------------------------
@@ -26,6 +27,7 @@ struct KdaVerify {
   const i64* remaining;  // of a step of one row, which it keeps unless the sequence has ended: then the state advances at
   const u8* done;        // once, by the block that has it in registers. Else null
   Blank blank;           // made here
+  Ahead ahead;           // asked for here
 };
 
 // What a thread makes of the window. A warp has four channels a lane of q or of k, in rows `place`, + 4, ..; and of the
@@ -225,6 +227,7 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
     lacks = EVEN && !piece.load<LOOKS>();
     if (LOOKS) lacks |= kda_lacks(loaded, rows);
   } while (LOOKS && lacks);
+  job.ahead.ask();
   kda_join(loaded, own);
 
   auto mix = [&](int i) {

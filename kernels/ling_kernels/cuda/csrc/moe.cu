@@ -6,6 +6,7 @@
 // expert. It applies the router's weights too, and writes zeros for the rows that did not choose: by selection, a
 // product with zero would keep an infinity. So down is one long product over the listed experts, whose sum never
 // leaves the tensor cores: what a row did not choose adds exact zeros to it, which change no bit.
+#include "ahead.cuh"
 #include "gemm.cuh"
 #include "select.cuh"
 
@@ -344,7 +345,8 @@ __device__ __forceinline__ void down_part(
 #define EXPERTS_GATE_UP(NAME, NT, INPUT)                                                                          \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
       const bf16* x, const bf16* routed, const u32* plan, bf16* out, int inner, int pitch, float limit, int live, \
-      int width) {                                                                                                \
+      int width, AHEAD_ARGUMENTS) {                                                                               \
+    Ahead(AHEAD_OF).ask();                                                                                       \
     settle_here(plan);                                                                                            \
     __shared__ u32 seen[2];                                                                                       \
     const ExpertGateUp<INPUT::LOOKS> source = {routed, plan, inner, width, int(gridDim.x), seen};                 \
@@ -362,7 +364,8 @@ EXPERTS_GATE_UP(experts_gate_up_16_look, 2, TokensToCome)
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
       const bf16* x, const bf16* routed, const float* logits, const float* bias, i64* experts, float* weights,    \
       u32* plan, int num_experts, int groups, int allowed_groups, int chosen, float scale, int second, bf16* out, \
-      int inner, int pitch, float limit, int width, const bf16* down) {                                           \
+      int inner, int pitch, float limit, int width, const bf16* down, AHEAD_ARGUMENTS) {                          \
+    Ahead(AHEAD_OF).ask();                                                                                       \
     constexpr bool LOOKS = INPUT::LOOKS;                                                                          \
     __shared__ OneRow<QUADS> row;                                                                                 \
     const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};                        \
