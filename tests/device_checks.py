@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.routing import PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS
+from ling_kernels.cuda.dense import PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS
 from ling_kernels.ops import ROW_TILE, MlpParams, MoeParams, Routing
 from ling_kernels.reference import dense, moe
 from parity import assert_bits

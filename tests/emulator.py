@@ -44,16 +44,6 @@ class Region(ctypes.Structure):
     )
 
 
-class View(ctypes.Structure):
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        ("bytes", ctypes.c_size_t),
-        ("now", ctypes.c_void_p),
-        ("before", ctypes.c_void_p),
-        ("settled", ctypes.c_int),
-    )
-
-
 @dataclass(frozen=True)
 class Unit:
     """One compiled source: its library and the names of its kernels."""
@@ -113,7 +103,6 @@ class EmulatedDevice:
         self.launched: list[str] = []
         self._constants: dict[int, Tensor] = {}
         self._own: set[int] = set()  # settled storages that the next kernel may write
-        self._looked: list[tuple[Tensor, bool]] = []  # what it may look at before the wait; whether it is settled
         # storages that kernels wrote which may still run when the next one begins, and what they held before
         self._unsettled: dict[int, tuple[UntypedStorage, bytes]] = {}
         self._units = load_units(names or units(), folder)
@@ -125,9 +114,6 @@ class EmulatedDevice:
     def settle(self) -> None:
         """All kernels so far have finished before the next one begins."""
         self._unsettled.clear()
-
-    def capture(self) -> int:
-        return 0
 
     def resident(self, name: str, block: int, shared: int = 0) -> int:
         return 2 * self.properties.num_sms
@@ -141,7 +127,7 @@ class EmulatedDevice:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in args if isinstance(t, Tensor)}
         copies = {at: unit.library.emulator_allocate(s.nbytes()) for at, s in storages.items() if s.nbytes()}
         regions = (Region * len(copies))()
-        shadows: list[ctypes.Array[ctypes.c_char]] = []
+        shadows = []
         for region, (at, base) in zip(regions, copies.items(), strict=True):
             ctypes.memmove(base, at, storages[at].nbytes())
             region.base, region.bytes = base, storages[at].nbytes()
@@ -150,7 +136,6 @@ class EmulatedDevice:
                 unsettled = ctypes.create_string_buffer(self._unsettled[at][1], 2 * storages[at].nbytes())
                 region.before = ctypes.addressof(unsettled)
                 shadows.append(unsettled)
-        views = (View * len(self._looked))(*[self._view(*looked, copies, shadows) for looked in self._looked])
         moved = [_moved(arg, copies) for arg in args]
         values, kinds = packed(moved)
         kept = [kind(value) for value, kind in zip(values, kinds, strict=True)]
@@ -158,7 +143,7 @@ class EmulatedDevice:
         dims = (grid,) if isinstance(grid, int) else tuple(grid)
         shape = (ctypes.c_uint32 * 5)(*(*dims, 1, 1)[:3], block, self.order)
         run = getattr(unit.library, f"run_{name}")
-        error = unit.library.emulator_launch(run, pointers, shape, shared, regions, len(copies), views, len(views))
+        error = unit.library.emulator_launch(run, pointers, shape, shared, regions, len(copies))
         if not unit.library.emulator_was_early():
             self.settle()  # some of its threads had waited: all before it have finished when the next one begins
         for at, base in copies.items():
@@ -170,21 +155,6 @@ class EmulatedDevice:
             ctypes.memmove(at, base, size)
             unit.library.emulator_free(base, size)
         assert error is None, f"{name}: {error.decode()}"
-
-    def _view(
-        self, tensor: Tensor, settled: bool, copies: dict[int, int], shadows: list[ctypes.Array[ctypes.c_char]]
-    ) -> View:
-        storage = tensor.untyped_storage()
-        at, last = (
-            storage.data_ptr(),
-            sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)),
-        )
-        offset, size = tensor.data_ptr() - at, (last + 1) * tensor.element_size()
-        _, held = self._unsettled.get(at, (None, None))
-        if held is None:
-            return View(copies[at] + offset, size, at + offset, None, settled)
-        shadows.append(ctypes.create_string_buffer(held[offset : offset + size], size))
-        return View(copies[at] + offset, size, at + offset, ctypes.addressof(shadows[-1]), settled)
 
     def _check(self, unit: Unit, name: str, args: Sequence[Argument]) -> None:
         """The kinds of the arguments are the kernel's: a GPU would read on without a word."""

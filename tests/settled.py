@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from emulator import EmulatedDevice
@@ -23,15 +22,12 @@ from ling_kernels.cuda.driver import Argument
 # which a partial is added; the plan of the experts; a sequence's words and drafts)
 SETTLED = {
     "exchange_norm": (3,),
-    "exchange_norm_look": (3,),
-    **{f"exchange_norm_{form}{ranks}": (4,) for form in ("", "look_") for ranks in (2, 4, 8)},
+    **{f"exchange_norm_{ranks}": (4,) for ranks in (2, 4, 8)},
     **{f"experts_down_{form}": (3,) for form in ("8_9", "8_8", "16_10", "16_6", "16_5")},
-    **{f"experts_down_{form}_look": (3,) for form in ("8_9", "8_8")},
     "linear_normed": (3,),
-    "linear_normed_look": (3,),
     "router_normed": (3,),
-    "router_normed_look": (3,),
-    **{f"kda_verify_sums{form}": (5, 6, 14, 15) for form in ("", "_uneven", "_look", "_uneven_look")},
+    "kda_verify_sums": (5, 6, 14, 15),
+    "kda_verify_sums_uneven": (5, 6, 14, 15),
     "kda_follow_layers": (0,),
     "mla_query": (12,),
     "mla_attend_128_1": (3, 4),
@@ -50,27 +46,9 @@ SETTLED = {
 # The same of arguments that the kernel itself writes, after its wait, where each block has read its own part alone; and
 # the place of an argument that has to be there for it.
 OWN = {
-    **{f"kda_verify_sums{form}": (6, 14) for form in ("", "_uneven", "_look", "_uneven_look")},
+    "kda_verify_sums": (6, 14),
+    "kda_verify_sums_uneven": (6, 14),
     "kda_follow_layers": (1, 4),
-}
-
-# Places of arguments that are looked for: what stands there is blank until it comes.
-LOOKED = {
-    "exchange_norm_look": (0,),
-    **{f"exchange_norm_look_{ranks}": (1,) for ranks in (2, 4, 8)},
-    **{f"linear_{tokens}_look": (0,) for tokens in (8, 16)},
-    "linear_normed_look": (0,),
-    **{f"linear_part_normed_{tokens}_look": (0, 3) for tokens in (8, 16)},
-    **{f"router_{form}_look": (0,) for form in ("8", "16", "row_1", "row_2")},
-    **{f"route_select_{tokens}_look": (0, 11) for tokens in (8, 16)},
-    **{f"experts_gate_up_{tokens}_look": (0, 2) for tokens in (8, 16)},
-    "router_normed_look": (0,),
-    "experts_choose_gate_up_1_look": (0, 2),
-    "experts_choose_gate_up_4_look": (0, 2),
-    "experts_down_8_9_look": (0,),
-    "experts_down_8_8_look": (0,),
-    "kda_verify_sums_look": (4,),
-    "kda_verify_sums_uneven_look": (4,),
 }
 
 
@@ -103,20 +81,11 @@ class SettledDevice(EmulatedDevice):
         settled = SETTLED.get(name, ())
         if name == "exchange_norm" and args[0] is None:
             settled = ()  # what it norms comes from the kernel before
-        early = [args[at] for at in settled if args[at] is not None]
-        self._looked = [(args[at], False) for at in LOOKED.get(name, ())]
-        if name.startswith("experts_down") and _storage(args[3]) == _storage(args[4]):  # the plan beside the result
-            self._looked.append((args[3], True))
-        else:
-            self.constant(*early)
+        self.constant(*[args[at] for at in settled if args[at] is not None])
         own, given = OWN.get(name, (0, None))
         if given is not None and args[given] is not None:
             self._own = {args[own].untyped_storage().data_ptr()}
         try:
             super().launch(name, grid, block, args, shared)
         finally:
-            self._constants, self._own, self._looked = before, set(), []
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+            self._constants, self._own = before, set()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ling_kernels.cuda import recurrent, routing, tiles
+from ling_kernels.cuda import dense, recurrent, tiles
 from ling_kernels.cuda.compile import SOURCES
 
 H200 = 132
@@ -114,5 +114,5 @@ def test_python_and_cuda_agree_on_constants() -> None:
         return int(re.search(rf"\b{name} = (\d+)", text)[1])
 
     assert (constant("CHUNK"), constant("DEPTH"), constant("PITCH")) == (tiles.CHUNK, tiles.DEPTH, tiles.PITCH)
-    assert (constant("MAX_EXPERTS"), constant("MAX_CHOSEN")) == (routing.MAX_EXPERTS, routing.MAX_CHOSEN)
+    assert (constant("MAX_EXPERTS"), constant("MAX_CHOSEN")) == (dense.MAX_EXPERTS, dense.MAX_CHOSEN)
     assert constant("HEAD_SLICES") == recurrent.SLICES

@@ -13,8 +13,6 @@ Conventions between the kernels' host sides:
   makes a plan makes those of the first slot, the shared expert's.
 - `unselected`: a lazy route leaves one row's selection to `experts` of exactly that routing, whose first kernel then
   writes experts, weights and plan; the router's has cleared the plan and made the first slot's values.
-- `blanks`: memory for the results of live rows, made blank before, so that the next kernel may look for them before the
-  one that makes them has ended.
 - `candidates`: head leaves (logits, values, ids, span), the best of every `span` vocabulary rows for each live row:
   values [ranges, ROW_TILE] fp32 (NaN where a logit was not finite), ids [ranges, ROW_TILE] int32.
 """

@@ -91,13 +91,6 @@ class Device:
         """KernelError where the driver did not do what it was asked for."""
         self._check(status, what)
 
-    def capture(self) -> int:
-        """The number of the capture that torch's current stream is in, 0 where it is in none."""
-        stream = torch.cuda.current_stream(self.index).cuda_stream
-        status, capturing, number, *_ = self._driver.cuStreamGetCaptureInfo(stream)
-        self._check(status, "the driver does not say whether a graph is captured")
-        return int(number) if int(capturing) else 0
-
     def resident(self, name: str, block: int, shared: int = 0) -> int:
         """How many blocks of kernel `name` the whole GPU holds at once; at least one a multiprocessor is assumed."""
         key = (name, block, shared)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.blank import Blanks
 from ling_kernels.cuda.driver import Device, Int64
 from ling_kernels.cuda.prefill import prefill_mla
 from ling_kernels.ops import ROW_TILE, KernelError, MlaParams
@@ -57,7 +56,6 @@ class LatentOps:
     """Contracts in `ling_kernels.ops.Ops`."""
 
     device: Device
-    blanks: Blanks
 
     def mla(
         self, proj: Tensor, cache: Tensor, rope: Tensor, positions: Tensor, params: MlaParams, rows: int, extent: int
@@ -79,14 +77,13 @@ class LatentOps:
         out, gate = proj.new_empty(proj.shape[0], heads * VALUE), proj[:, width - heads :]
         up = [params.w_uv, Int64(params.w_uv.stride(0)), gate]
         if rows == 1:  # more would read each split's means too often
-            args = [out, partial, stats, positions, *up, heads, *self.blanks.renew(rows, proj)]
+            args = [out, partial, stats, positions, *up, heads]
             self.device.launch("mla_merge_values", (VALUE // 32, heads), MERGE_RUNS * LATENT // 8, args)
             return out
         latent = proj.new_empty(proj.shape[0], heads, LATENT)
         grid, threads = (heads, rows, LATENT // MERGE_COLUMNS), MERGE_RUNS * MERGE_COLUMNS // 8
         self.device.launch("mla_merge", grid, threads, [latent, partial, stats, positions, heads])
-        args = [out, latent, *up, width, heads, rows, *self.blanks.renew(rows, proj)]
-        self.device.launch("mla_values", (VALUE // 16, heads), THREADS, args)
+        self.device.launch("mla_values", (VALUE // 16, heads), THREADS, [out, latent, *up, width, heads, rows])
         return out
 
     def _form(self) -> Form:

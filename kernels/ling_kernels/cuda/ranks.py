@@ -68,8 +68,7 @@ class CudaRankOps(CudaOps):
         if self.exchange.narrow is None:
             return self._gathered(_whole(partial)[:live], x, weight, eps)
         width, (_, parts, pitch) = x.shape[1], parts_of(partial)
-        total, h = torch.empty_like(x), self._result(x, rows, *x.shape)
-        name = self._looking("exchange_norm", partial)
+        total, h = torch.empty_like(x), torch.empty_like(x)
         for start in range(0, live, BLOCKS):
             args = [
                 partial[..., start:, :],
@@ -82,8 +81,8 @@ class CudaRankOps(CudaOps):
                 width,
                 float(eps),
             ]
-            args += [int(self.early_norm)] if name == "exchange_norm" else []
-            self._exchange(name, min(BLOCKS, live - start), _threads(width), args)
+            args.append(int(self.early_norm))
+            self._exchange("exchange_norm", min(BLOCKS, live - start), _threads(width), args)
         return total, h
 
     def whole(self, logits: Tensor) -> Tensor:

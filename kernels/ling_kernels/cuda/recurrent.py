@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ling_kernels.cuda.ahead import Asks
-from ling_kernels.cuda.blank import Blanks
 from ling_kernels.cuda.driver import Argument, Device
 from ling_kernels.cuda.lazy import Gated, Uncommitted
 from ling_kernels.ops import ROW_TILE, KdaParams, KdaStaged, KernelError, Limits
@@ -25,8 +23,6 @@ class RecurrentOps:
     `advance`; a step's only row advances the state in kda_verify."""
 
     device: Device
-    blanks: Blanks
-    asks: Asks
     gated: Gated | None
     uncommitted: Uncommitted | None = None
 
@@ -37,17 +33,14 @@ class RecurrentOps:
         if not 1 <= rows <= ROW_TILE:
             raise KernelError(f"{rows} rows: a window has 1 to {ROW_TILE}")
         staged = self._staging(state, heads)
-        looks = self.blanks.has(proj)
-        out = self._result(proj, rows, proj.shape[0], heads * HEAD)
-        sums = self._result(proj, rows, ROW_TILE, heads * SLICES, dtype=torch.float32)
+        out = proj.new_empty(proj.shape[0], heads * HEAD)
+        sums = torch.empty(ROW_TILE, heads, SLICES, dtype=torch.float32, device=proj.device)
         inputs = [proj, conv, state, params.conv, params.a_log, params.dt_bias, params.o_norm]
         advances = limits is not None and rows == 1
         words = [limits.remaining, limits.done] if advances else [None, None]
         args = [out, sums, staged.states, staged.inputs, *inputs, heads, rows, float(params.lower_bound), *words]
-        args += [*self.blanks.renew(rows, proj), *self.asks.by("mixer")]
-        name = _named("kda_verify_sums", proj) + ("_look" if looks else "")
-        self.device.launch(name, heads * SLICES, THREADS, args)
-        self.gated = Gated(out, sums.view(-1, heads, SLICES), params.eps)
+        self.device.launch(_named("kda_verify_sums", proj), heads * SLICES, THREADS, args)
+        self.gated = Gated(out, sums, params.eps)
         return out, KdaStaged(staged.states, staged.inputs[:rows], advances)
 
     def _staging(self, state: Tensor, heads: int) -> KdaStaged:

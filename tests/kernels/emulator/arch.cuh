@@ -62,7 +62,6 @@ void barrier();       // all threads of the block
 void wait_for_producer();
 void let_early();            // of one block
 u32 look(const u32* from);  // first what may have been there, then what is there
-void look_for(const void* from, void* to, u32 bytes);  // a result, first as a blank
 void check_known(const void* from, u32 bytes);  // within one of the arguments
 void fail(const char* why);
 void copy(void* to, const void* from, u32 bytes);  // 8 or 16
@@ -256,16 +255,6 @@ inline u8 load_activation(const u8* from) { return *from; }
 inline float load_activation(const float* from) { return *from; }
 inline u32 load_changing(const u32* from) { return emulator::look(from); }
 inline uint4 load_settled16(const void* from) { return load_weights(from, true); }
-template <class T>
-inline T looked_for(const void* from) {
-  if (uintptr_t(from) & (sizeof(T) - 1)) emulator::fail("a look is not aligned");
-  T v;
-  emulator::look_for(from, &v, sizeof(T));
-  return v;
-}
-inline uint4 look16(const void* from) { return looked_for<uint4>(from); }
-inline uint2 look8(const void* from) { return looked_for<uint2>(from); }
-inline bf16 look2(const bf16* from) { return looked_for<bf16>(from); }
 // A hint may come at any time, but within an argument's memory.
 inline void prefetch_l2(const void* from, u32 bytes) {
   if ((uintptr_t(from) | bytes) & 15) emulator::fail("a prefetch is not aligned");
@@ -358,8 +347,7 @@ inline void load_matrices_transposed(u32 (&v)[4], const void* row) {
 // Memory that several ranks see is shared between processes here. A block that waits lets its other threads run.
 inline void post_packet(void* to, u64 data, u32 number) {
   if (uintptr_t(to) & 15) emulator::fail("a packet is not aligned");
-  const bool knows = emulator::self->waits || emulator::self->looks;  // what it gives cannot be older
-  if (!knows) emulator::fail("a packet was posted before the wait");
+  if (!emulator::self->waits) emulator::fail("a packet was posted before the wait");
   const u64 halves[2] = {u64(number) << 32 | u32(data), u64(number) << 32 | u32(data >> 32)};
   for (int i = 0; i < 2; ++i) __atomic_store_n(static_cast<u64*>(to) + i, halves[i], __ATOMIC_RELEASE);
 }

@@ -34,15 +34,6 @@ struct Region {
   u8* before;    // what an early read may find in its place, with room for as much behind it; null: what is there
 };
 
-// A part of an argument that may be looked at before the wait: what is there, and what was there before kernels that may still
-// run, null if none of them wrote it.
-struct View {
-  const u8* base;
-  size_t bytes;
-  const u8 *now, *before;
-  int settled;  // nothing else may have been there; else it was blank
-};
-
 struct Copy {
   void* to;
   const void* from;
@@ -68,8 +59,6 @@ static std::vector<Warp> warps;
 static u8* stacks;
 static const Region* regions;
 static int num_regions;
-static const View* views;
-static int num_views;
 static void (*body)(void**);
 static void** arguments;
 static Place home;
@@ -113,28 +102,7 @@ static void protect(u32 open) {
 
 void let_early() { block_early = true; }
 
-// Whether it is a part of what may be looked at: then the copy there and then, but for a thread's first look at what may still
-// be blank.
-static bool look_within(const void* from, void* to, u32 bytes) {
-  const u8* at = static_cast<const u8*>(from);
-  for (int v = 0; v < num_views; ++v) {
-    const View& view = views[v];
-    if (at < view.base || at + bytes > view.base + view.bytes) continue;
-    const u8 *now = view.now + (at - view.base), *before = view.before ? view.before + (at - view.base) : now;
-    for (u32 i = 0; i < bytes; ++i) {
-      const bool blank = !view.settled && before[i] == 0xff;
-      if (!blank && before[i] != now[i]) fail("what is looked at may be older than it looks");
-    }
-    if (!view.settled && self->looks++ == 0) memset(to, 0xff, bytes);
-    else memcpy(to, now, bytes);
-    return true;
-  }
-  return false;
-}
-
 u32 look(const u32* from) {
-  u32 word;
-  if (!opened && look_within(from, &word, sizeof(word))) return word;
   if (self->waits > 0 || self->looks++ == 0) return *from;
   const u8* at = reinterpret_cast<const u8*>(from);
   for (int r = 0; r < num_regions; ++r) {
@@ -143,11 +111,6 @@ u32 look(const u32* from) {
     if (within && region.before) return *reinterpret_cast<const u32*>(region.before + region.bytes + (at - region.base));
   }
   return *from;
-}
-
-void look_for(const void* from, void* to, u32 bytes) {
-  if (opened) memcpy(to, from, bytes);
-  else if (!look_within(from, to, bytes)) fail("what is looked for is no result that may be");
 }
 
 void check_known(const void* from, u32 bytes) {
@@ -329,15 +292,13 @@ extern "C" void emulator_free(u8* base, size_t bytes) {
 // dims: grid x, y, z, threads, and their order, on which what a kernel leaves must not depend.
 // Returns what went wrong, or null.
 extern "C" const char* emulator_launch(
-    void (*body)(void**), void** arguments, const u32* dims, u32 shared, const emulator::Region* regions, int count,
-    const emulator::View* views, int num_views) {
+    void (*body)(void**), void** arguments, const u32* dims, u32 shared, const emulator::Region* regions, int count) {
   using namespace emulator;
   static std::vector<u8> shared_memory;
   grid = {dims[0], dims[1], dims[2]};
   threads = {dims[3], 1, 1};
   order = dims[4];
   emulator::body = body, emulator::arguments = arguments, emulator::regions = regions, num_regions = count;
-  emulator::views = views, emulator::num_views = num_views;
   if (fibers.size() < threads.x) {
     if (stacks) munmap(stacks, fibers.size() * STACK);
     fibers.resize(threads.x);

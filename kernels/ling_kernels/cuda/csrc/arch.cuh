@@ -96,20 +96,39 @@ __device__ __forceinline__ uint2 load_activations4(const bf16* from) {
   asm volatile("ld.global.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
   return v;
 }
-// load_activation and load_settled (below) of one value, by how they look in PTX and in which register they arrive.
-#define LOAD_ONE(NAME, TYPE, HOW, REGISTER, WORD)                            \
-  __device__ __forceinline__ TYPE NAME(const TYPE* from) {                   \
-    WORD v;                                                                  \
-    asm volatile(HOW " %0, [%1];" : REGISTER(v) : "l"(from));                \
-    return TYPE(v);                                                          \
-  }
-LOAD_ONE(load_activation, bf16, "ld.global.u16", "=h", u16)
-LOAD_ONE(load_activation, u8, "ld.global.u8", "=h", u16)
-LOAD_ONE(load_activation, u32, "ld.global.u32", "=r", u32)
-LOAD_ONE(load_activation, int, "ld.global.u32", "=r", u32)
-LOAD_ONE(load_activation, float, "ld.global.f32", "=f", float)
-LOAD_ONE(load_activation, i64, "ld.global.s64", "=l", i64)
-LOAD_ONE(load_activation, u64, "ld.global.s64", "=l", i64)
+__device__ __forceinline__ bf16 load_activation(const bf16* from) {
+  bf16 v;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(from));
+  return v;
+}
+
+__device__ __forceinline__ u32 load_activation(const u32* from) {
+  u32 v;
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
+
+__device__ __forceinline__ i64 load_activation(const i64* from) {
+  i64 v;
+  asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ u64 load_activation(const u64* from) {
+  return u64(load_activation(reinterpret_cast<const i64*>(from)));
+}
+__device__ __forceinline__ u8 load_activation(const u8* from) {
+  u16 v;
+  asm volatile("ld.global.u8 %0, [%1];" : "=h"(v) : "l"(from));
+  return u8(v);
+}
+__device__ __forceinline__ int load_activation(const int* from) {
+  return int(load_activation(reinterpret_cast<const u32*>(from)));
+}
+__device__ __forceinline__ float load_activation(const float* from) {
+  float v;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(from));
+  return v;
+}
 
 // A number of the model that many warps want: through L1, or all would queue for it at one place of L2.
 __device__ __forceinline__ float load_constant(const float* from) { return load_activation(from); }
@@ -150,11 +169,31 @@ __device__ __forceinline__ void prefetch_l2(const void* from, u32 bytes) {
 // Words that are no weights but settled: written several kernels ago and by none that may still run. They may be read
 // before the wait, from L2, because L1 may hold them as they were a step ago. Also for small weights that a block reads
 // once: they stay before the wait.
-LOAD_ONE(load_settled, float, "ld.global.cg.f32", "=f", float)
-LOAD_ONE(load_settled, u32, "ld.global.cg.u32", "=r", u32)
-LOAD_ONE(load_settled, i64, "ld.global.cg.s64", "=l", i64)
-LOAD_ONE(load_settled, bf16, "ld.global.cg.u16", "=h", u16)
-LOAD_ONE(load_settled, u8, "ld.global.cg.u8", "=h", u16)
+__device__ __forceinline__ float load_settled(const float* from) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ u32 load_settled(const u32* from) {
+  u32 v;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ i64 load_settled(const i64* from) {
+  i64 v;
+  asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ bf16 load_settled(const bf16* from) {
+  bf16 v;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ u8 load_settled(const u8* from) {
+  u16 v;
+  asm volatile("ld.global.cg.u8 %0, [%1];" : "=h"(v) : "l"(from));
+  return u8(v);
+}
 __device__ __forceinline__ uint2 load_settled(const uint2* from) {
   uint2 v;
   asm volatile("ld.global.cg.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
@@ -176,26 +215,6 @@ __device__ __forceinline__ uint4 load_settled16(const void* from) {
 __device__ __forceinline__ u32 load_changing(const u32* from) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-  return v;
-}
-
-// Results that a kernel which still runs may be writing (blank.cuh), looked at likewise; each word is whole.
-__device__ __forceinline__ uint4 look16(const void* from) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from)
-               : "memory");
-  return v;
-}
-__device__ __forceinline__ uint2 look8(const void* from) {
-  uint2 v;
-  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
-  return v;
-}
-__device__ __forceinline__ bf16 look2(const bf16* from) {
-  bf16 v;
-  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(v) : "l"(from) : "memory");
   return v;
 }
 

@@ -30,8 +30,8 @@ constexpr int MAX_THREADS = 512;
 __device__ __forceinline__ const Mail& mail_at(i64 mail) { return *reinterpret_cast<const Mail*>(mail); }
 
 // Grid: rows. Block: width / 8 threads, rounded up to a warp. x null: only the sum; weight null: no norm. early: let the
-// next kernel start before the wait. LOOKS: for this rank's parts, which may still be coming; its wait comes last.
-template <int N, bool LOOKS>
+// next kernel start before the wait.
+template <int N>
 __device__ __forceinline__ void exchange_norm(i64 mail, const Partial& partial, const bf16* x, const bf16* weight,
                                               bf16* x_out, bf16* h, int width, float eps, int early) {
   __shared__ __align__(16) float warps[WARP];
@@ -48,16 +48,16 @@ __device__ __forceinline__ void exchange_norm(i64 mail, const Partial& partial, 
   constexpr bool KEPT = Swap<N>::KEPT;
   __shared__ uint4 stash[2][KEPT ? 1 : MAX_THREADS];
   if (!KEPT) stash[0][threadIdx.x] = before, stash[1][threadIdx.x] = w;
-  if (LOOKS || early != 0) let_next_start_early();
-  if constexpr (!LOOKS) wait_for_producer();
-  if (!LOOKS && early == 0) let_next_start();
+  if (early != 0) let_next_start_early();
+  wait_for_producer();
+  if (early == 0) let_next_start();
   swap.begin();
   float sum[8];
-  partial.read<LOOKS>(sum, places, base, inside);
+  partial.read(sum, places, base, inside);
   const uint4 own = pack(sum);  // all ranks add the same bits
   sum_row<N>(own, inside, sum, swap);
   if (!KEPT) before = stash[0][threadIdx.x], w = stash[1][threadIdx.x];
-  add_and_norm<LOOKS>(sum, inside, base, before, w, weight != nullptr, x_out, h, each, eps, warps);
+  add_and_norm(sum, inside, base, before, w, weight != nullptr, x_out, h, each, eps, warps);
   if (threadIdx.x == 0) swap.finish();
 }
 
@@ -92,7 +92,7 @@ __device__ __forceinline__ void exchange_embed(i64 mail, const Named& named, con
   float sum[8];
   sum_row<N>(own, inside, sum, swap);
   const uint4 none = make_uint4(0, 0, 0, 0);
-  add_and_norm<false>(sum, inside, i64(blockIdx.x) * width + at, none, none, false, x_out, nullptr, 0.0f, 0.0f, nullptr);
+  add_and_norm(sum, inside, i64(blockIdx.x) * width + at, none, none, false, x_out, nullptr, 0.0f, 0.0f, nullptr);
   if (threadIdx.x == 0) swap.finish();
 }
 
@@ -164,12 +164,7 @@ __device__ __forceinline__ void exchange_rows(i64 mail, const float* part, float
   extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                        \
       exchange_norm_##N(i64 mail, const void* partial, int parts, int pitch, const bf16* x, const bf16* weight,       \
                         bf16* x_out, bf16* h, int width, float eps, int early) {                                      \
-    exchange_norm<N, false>(mail, {partial, parts, pitch}, x, weight, x_out, h, width, eps, early);                   \
-  }                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                        \
-      exchange_norm_look_##N(i64 mail, const void* partial, int parts, int pitch, const bf16* x, const bf16* weight,  \
-                             bf16* x_out, bf16* h, int width, float eps) {                                            \
-    exchange_norm<N, true>(mail, {partial, parts, pitch}, x, weight, x_out, h, width, eps, true);                     \
+    exchange_norm<N>(mail, {partial, parts, pitch}, x, weight, x_out, h, width, eps, early);                          \
   }                                                                                                                   \
   extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)                                                        \
       exchange_embed_##N(i64 mail, const i64* ids, const i64* anchor, const i64* length, i64 mask, i64* positions,    \
@@ -221,7 +216,7 @@ extern "C" __global__ void gathered_norm(const bf16* parts, int ranks, i64 pitch
     add_values(sum, joined(part.x, part.y), joined(part.z, part.w));
   }
   const uint4 before = load16(x + base, inside && x != nullptr);
-  add_and_norm<false>(sum, inside, base, before, w, weight != nullptr, x_out, h, 1.0f / float(width), eps, warps);
+  add_and_norm(sum, inside, base, before, w, weight != nullptr, x_out, h, 1.0f / float(width), eps, warps);
 }
 
 // Grid: rows; one warp each. This rank's best of each row, [rows, 2] words.

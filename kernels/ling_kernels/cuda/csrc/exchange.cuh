@@ -5,7 +5,7 @@
 // Exchanges are numbered block by block, in memory, so that a replayed graph goes on counting: block b of every exchange
 // kernel uses the words and boxes of block b, and its n-th exchange the boxes of parity n. Two sets of boxes are
 // enough: who posts number n has finished number n - 1, so every rank has posted number n - 1, which it did after the
-// kernel that took number n - 2 had ended, or when it had parts that are made of all that this kernel leaves.
+// kernel that took number n - 2 had ended.
 #pragma once
 #include "norm.cuh"
 
@@ -48,7 +48,7 @@ struct Swap {
   __device__ __forceinline__ char* place(int owner) const {
     return reinterpret_cast<char*>(word(mail.boxes + owner)) + u64(block) * bytes;
   }
-  // After it, or before it by a kernel that starts when the last exchange has ended.
+  // After it.
   __device__ __forceinline__ void begin() { number = load_volatile(counter) + 1; }
 
   // From a place above to packet `packet` from rank `from`.
@@ -114,19 +114,16 @@ __device__ __forceinline__ void add_values(float (&sum)[8], u64 first, u64 secon
 
 // What follows a sum over ranks of one row, `value`: x_out = x + value, and, with `norm`, h = RMSNorm(x_out) · w. x, w: this
 // thread's eight values of the residual stream, zeros where there is none, and of the norm's weight. each: 1 / width. All
-// threads of the block call it. WAITS: it waits for the producer before it stores.
-template <bool WAITS>
+// threads of the block call it.
 __device__ __forceinline__ void add_and_norm(float (&value)[8], bool inside, i64 base, uint4 x, uint4 w, bool norm,
                                              bf16* x_out, bf16* h, float each, float eps, float* warps) {
   add_values(value, joined(x.x, x.y), joined(x.z, x.w));
   const uint4 rounded = pack(value);
+  if (inside) *reinterpret_cast<uint4*>(x_out + base) = rounded;
   if (!norm) {
-    if (WAITS) wait_for_producer();
-    if (inside) *reinterpret_cast<uint4*>(x_out + base) = rounded;
     __syncthreads();
     return;
   }
-  if (!WAITS && inside) *reinterpret_cast<uint4*>(x_out + base) = rounded;
   unpack(value, rounded);  // the norm sees what the residual stream holds
   float squares = 0.0f;
 #pragma unroll
@@ -136,8 +133,6 @@ __device__ __forceinline__ void add_and_norm(float (&value)[8], bool inside, i64
   unpack(scale, w);
 #pragma unroll
   for (int i = 0; i < 8; ++i) value[i] *= factor * scale[i];
-  if (WAITS) wait_for_producer();
-  if (WAITS && inside) *reinterpret_cast<uint4*>(x_out + base) = rounded;
   if (inside) *reinterpret_cast<uint4*>(h + base) = pack(value);
 }
 

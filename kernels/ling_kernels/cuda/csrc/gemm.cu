@@ -94,27 +94,20 @@ struct GateUp {
   }
 };
 
-template <int NT, class Input = Tokens>
+template <int NT>
 __device__ __forceinline__ void linear(
     const bf16* x, const bf16* w, bf16* out, int live, int n, int k, Deal deal) {
   StoreRows<NT> store = {out, n, live};
-  stream_tiles<NT>(Matrix{w, n, k, deal}, Input{x, k, k, live}, Plain{}, store);
+  stream_tiles<NT>(Matrix{w, n, k, deal}, Tokens{x, k, k, live}, Plain{}, store);
 }
 
 // One row that every block makes for itself.
-template <bool LOOKS_FOR_IT>
 struct NormedRow : Tokens {
-  static constexpr bool LOOKS = LOOKS_FOR_IT;
-  RowToNorm<LOOKS> made;
+  RowToNorm made;
 
   __device__ __forceinline__ static uint4 load(const bf16* from) { return *reinterpret_cast<const uint4*>(from); }
-  __device__ __forceinline__ static bool first(uint4& to, const bf16* from) {
-    to = load(from);
-    return false;
-  }
   __device__ __forceinline__ void ask() { made.ask(); }
   __device__ __forceinline__ void make() { made.make(blockIdx.x); }
-  __device__ __forceinline__ void waited() const { made.waited(blockIdx.x); }
 };
 
 template <int NT>
@@ -143,32 +136,19 @@ __device__ __forceinline__ void head(
 LINEAR(linear_8, 1)
 LINEAR(linear_16, 2)
 
-// The same for x that is looked for.
-#define LINEAR_LOOK(NAME, NT)                                                                                     \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* w, bf16* out, int live, int n, int k, int per, int extra) {                      \
-    linear<NT, TokensToCome>(x, w, out, live, n, k, {per, extra});                                                \
-  }
-LINEAR_LOOK(linear_8_look, 1)
-LINEAR_LOOK(linear_16_look, 2)
-
 // The same for one row that exchange_norm's arguments make: x_out and h are written, too. Grid: ceil(n / 16). Shared: behind
 // the sums the row, k + 8 values.
-// _look: for parts that are looked for.
-#define LINEAR_NORMED(NAME, LOOKS)                                                                                \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int k,  \
-      float eps, const bf16* w, bf16* out, int n) {                                                               \
-    DYNAMIC_SHARED(shared);                                                                                       \
-    __shared__ __align__(16) float warps[WARP];                                                                   \
-    let_next_start_early();  /* MLA's queries wait for their weights longer than for this kernel */               \
-    bf16* row = reinterpret_cast<bf16*>(sums_of<1>(reinterpret_cast<float*>(shared), 2));                         \
-    const RowToNorm<LOOKS> made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};             \
-    StoreRows<1> store = {out, n, 1};                                                                             \
-    stream_tiles<1>(Matrix{w, n, k, {1, 0}}, NormedRow<LOOKS>{{row, k, k, 1}, made}, Plain{}, store);             \
-  }
-LINEAR_NORMED(linear_normed, false)
-LINEAR_NORMED(linear_normed_look, true)
+extern "C" __global__ void __launch_bounds__(512, 1) linear_normed(
+    const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int k, float eps,
+    const bf16* w, bf16* out, int n) {
+  DYNAMIC_SHARED(shared);
+  __shared__ __align__(16) float warps[WARP];
+  let_next_start_early();  // MLA's queries wait for their weights longer than for this kernel
+  bf16* row = reinterpret_cast<bf16*>(sums_of<1>(reinterpret_cast<float*>(shared), 2));
+  const RowToNorm made = {{partial, parts, pitch}, x, weight, x_out, h, k, eps, row, warps};
+  StoreRows<1> store = {out, n, 1};
+  stream_tiles<1>(Matrix{w, n, k, {1, 0}}, NormedRow{{row, k, k, 1}, made}, Plain{}, store);
+}
 
 // x [*, k], w [2 inner, k] rows gate‖up -> out [*, inner]. Grid: see Deal.
 #define MLP_GATE_UP(NAME, NT)                                                                                     \

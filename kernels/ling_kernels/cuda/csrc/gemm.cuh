@@ -12,7 +12,7 @@
 // The warps of a block take spans of K in turn; their sums meet in shared memory in the order of the warps. How many
 // warps there are follows from the shape and the GPU, never from the number of rows: a row's bits are its own.
 #pragma once
-#include "tokens.cuh"
+#include "arch.cuh"
 
 constexpr int CHUNK = 32;            // values of K that a warp takes at a time: 1 KB of weights
 constexpr int DEPTH = 4;             // chunks that each warp keeps in flight, weights and tokens together
@@ -59,6 +59,30 @@ __device__ __forceinline__ void multiply(float (&sums)[NT][4], const Chunk& w, c
   for (int n = 0; n < NT; ++n) {
     mma_bf16(sums[n], w.low.x, w.high.x, w.low.y, w.high.y, x[n].x, x[n].y);
     mma_bf16(sums[n], w.low.z, w.high.z, w.low.w, w.high.w, x[n].z, x[n].w);
+  }
+}
+
+// Tokens: the first `rows` of x [*, width], pitch values apart. ask() comes before the wait and make() after it, where a
+// kernel makes its tokens itself.
+struct Tokens {
+  const bf16* x;
+  int width, pitch, rows;
+
+  __device__ __forceinline__ static uint4 load(const bf16* from) { return load_activations(from); }
+  __device__ __forceinline__ void ask() {}
+  __device__ __forceinline__ void make() {}
+};
+
+template <int NT, class Input>
+__device__ __forceinline__ void load_tokens(uint4 (&to)[NT], const Input& tokens, int k) {
+  const int group = threadIdx.x % WARP / 4;
+  const bool inside = k < tokens.width;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    const int token = n * 8 + group;
+    const bf16* from = tokens.x + (token < tokens.rows ? token : 0) * tokens.pitch + (inside ? k : 0);
+    const uint4 v = Input::load(from);
+    to[n] = inside ? v : make_uint4(0, 0, 0, 0);
   }
 }
 
@@ -183,26 +207,9 @@ __device__ __forceinline__ void stream_tiles(
   };
   auto first_activations = [&] {
     if (!busy) return;
-    bool blank;
-    if constexpr (Input::LOOKS) {  // one load, again and again, then all
-      while (Input::first(x[0][NT - 1], token[NT - 1])) {}
-    }
-    do {
-      blank = false;
 #pragma unroll
-      for (int s = 0; s < DEPTH; ++s) {
-#pragma unroll
-        for (int n = 0; n < NT; ++n) blank |= Input::first(x[s][n], token[n] + s * CHUNK);
-      }
-    } while (Input::LOOKS && blank);
+    for (int s = 0; s < DEPTH; ++s) activations(s);
     factor.ask(warp);
-  };
-  bool waits = Input::LOOKS;
-  auto wait = [&] {
-    wait_for_producer();
-    let_next_start();
-    tokens.waited();
-    waits = false;
   };
   auto start = [&](bool live) {
     rows = source.rows(now, group).moved(first + column);
@@ -221,13 +228,13 @@ __device__ __forceinline__ void stream_tiles(
   tokens.ask();
   factor.prepare();
   if constexpr (!Source::EARLY) source.settle(now);
-  if constexpr (!Input::LOOKS) wait();
+  wait_for_producer();
+  let_next_start();
   tokens.make();
-  if constexpr (!Source::EARLY) source.ready(now);
+  if constexpr (!Source::EARLY) source.ready(), source.ask(now);
   const int end = source.end();
   if constexpr (!Source::EARLY) start(tile < end);
   first_activations();
-  if (Input::LOOKS && (!Source::EARLY || ragged)) wait();  // its weights take longer than that
 
   // The products of the span that is there, and for the one where rows and token point, `next`, in its place.
   auto turn = [&](int next, bool live, bool goes_on) {
@@ -241,14 +248,7 @@ __device__ __forceinline__ void stream_tiles(
       }
       if (!goes_on) continue;
       weights(s, live);
-      if (!Input::LOOKS || !waits) activations(s);
-    }
-    if (Input::LOOKS && waits) {
-      wait();
-#pragma unroll
-      for (int s = 0; s < DEPTH; ++s) {
-        if (goes_on) activations(s);
-      }
+      activations(s);
     }
     if constexpr (Factor::SCALED) {
       factor.take();
@@ -308,7 +308,6 @@ __device__ __forceinline__ void stream_tiles(
     }
     Sums<NT> all = {sums_of<NT>(reinterpret_cast<float*>(shared), parity)};
     all.put(warp, sums);
-    if (Input::LOOKS && waits) wait();  // a warp without a span
     __syncthreads();
     epilogue(now, all);
     if constexpr (Source::ONE) break;
@@ -319,7 +318,6 @@ __device__ __forceinline__ void stream_tiles(
     }
     now = next, tile += source.step;
   }
-  if (Input::LOOKS && waits) wait();  // a block without a tile
   epilogue.finish();
 }
 

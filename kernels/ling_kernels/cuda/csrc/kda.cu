@@ -1,27 +1,22 @@
 // KDA launches: verify; commit and follow, which take all layers and may move a sequence's words too; the three kernels
 // of prefill. _uneven: for projections whose rows are not 8-byte aligned.
-#include "ahead.cuh"
 #include "kda_prefill.cuh"
 #include "kda_window.cuh"
 #include "verdict.cuh"
 
 // grid: 8 H blocks. Output without its norm, and sums of squares. At most 128 registers, so that a block finds room early.
-// blank: for later kernels. _look: for a projection that is looked for.
-#define KDA_VERIFY(name, even, looks)                                                                              \
+#define KDA_VERIFY(name, even)                                                                                     \
   extern "C" __global__ void __launch_bounds__(KDA_THREADS, 2)                                                     \
       name(bf16* out, float* sums, float* records, bf16* raw, const bf16* proj, const bf16* history,               \
            float* state, const bf16* conv, const float* a_log, const float* dt_bias, const bf16* o_norm,           \
-           int heads, int rows, float lower_bound, const i64* remaining, const u8* done, uint4* blank, int words,   \
-           AHEAD_ARGUMENTS) {                                                                                      \
+           int heads, int rows, float lower_bound, const i64* remaining, const u8* done) {                         \
     __shared__ KdaVerifyShared shared;                                                                             \
     const KdaVerify job{{proj, history, heads, lower_bound}, state, conv, a_log, dt_bias, o_norm, out, sums,       \
-                        records, raw, rows, remaining, done, {blank, words}, AHEAD_OF};                                      \
-    kda_verify<even, looks>(job, blockIdx.x / KDA_SLICES, blockIdx.x % KDA_SLICES, shared);                        \
+                        records, raw, rows, remaining, done};                                                      \
+    kda_verify<even>(job, blockIdx.x / KDA_SLICES, blockIdx.x % KDA_SLICES, shared);                               \
   }
-KDA_VERIFY(kda_verify_sums, true, false)
-KDA_VERIFY(kda_verify_sums_uneven, false, false)
-KDA_VERIFY(kda_verify_sums_look, true, true)
-KDA_VERIFY(kda_verify_sums_uneven_look, false, true)
+KDA_VERIFY(kda_verify_sums, true)
+KDA_VERIFY(kda_verify_sums_uneven, false)
 
 // grid: layers * H * 4 blocks, and, where there is a `step`, one before them that moves the sequence's words (verdict.cuh).
 // records, raw, history, state: of all layers, one after another. *count: rows to commit.

@@ -7,7 +7,7 @@
 // one chain of a product, 4 fused ones, 3 shuffles and the update, and no barrier. The output's dot product is reduced
 // beside the next row's.
 #pragma once
-#include "blank.cuh"
+#include "arch.cuh"
 
 constexpr int KDA_HEAD = 128;  // keys of a head, and values
 constexpr int KDA_SLICE = 16;  // value columns that share a sum of squares
@@ -37,17 +37,12 @@ struct KdaSource {
   __device__ const bf16* raw(int row) const { return row < 0 ? history + (row + 3) * 3 * inner() : projected(row); }
 };
 
-// A value of a projection, and four channels of it. EVEN: its rows are 8-byte aligned, which takes a multiple of four heads.
-// LOOKS: it may still be coming.
-template <bool LOOKS>
-__device__ __forceinline__ bf16 kda_one(const bf16* from) {
-  return LOOKS ? look2(from) : load_activation(from);
-}
-template <bool EVEN, bool LOOKS = false>
+// Four channels of a projection. EVEN: its rows are 8-byte aligned, which takes a multiple of four heads.
+template <bool EVEN>
 __device__ __forceinline__ uint2 kda_four(const bf16* from) {
-  if (EVEN) return LOOKS ? look8(from) : load_activations4(from);
-  const u32 a = kda_one<LOOKS>(from), b = kda_one<LOOKS>(from + 1), c = kda_one<LOOKS>(from + 2);
-  return make_uint2(a | b << 16, c | u32(kda_one<LOOKS>(from + 3)) << 16);
+  if (EVEN) return load_activations4(from);
+  const u32 a = load_activation(from), b = load_activation(from + 1), c = load_activation(from + 2);
+  return make_uint2(a | b << 16, c | u32(load_activation(from + 3)) << 16);
 }
 
 // Taps of the lane's four channels.

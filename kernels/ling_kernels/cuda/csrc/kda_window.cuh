@@ -1,7 +1,6 @@
 // KDA over a window: verify, which leaves the state as it is unless it knows that its only row is kept; commit, which
 // replays what was kept; follow, what is left of a commit where verify has advanced the state.
 #pragma once
-#include "ahead.cuh"
 #include "kda.cuh"
 
 // ---- verify -----------------------------------------------------------------------------------------------------
@@ -26,8 +25,6 @@ struct KdaVerify {
   int rows;
   const i64* remaining;  // of a step of one row, which it keeps unless the sequence has ended: then the state advances at
   const u8* done;        // once, by the block that has it in registers. Else null
-  Blank blank;           // made here
-  Ahead ahead;           // asked for here
 };
 
 // What a thread makes of the window. A warp has four channels a lane of q or of k, in rows `place`, + 4, ..; and of the
@@ -80,52 +77,35 @@ struct KdaPlaces {
 };
 
 // Rounds of q and k after the first, and the decay's second, stand behind one branch each: one row passes them by.
-template <bool EVEN, bool LOOKS>
+template <bool EVEN>
 __device__ __forceinline__ void kda_load_window(KdaLoaded& to, const KdaSource& source, const KdaOwn& own,
                                                 const KdaPlaces& from, int rows) {
   const int inner = source.inner(), width = source.width();
-  if (LOOKS) to.v[0] = to.v[1] = to.v[2] = to.v[3] = to.gate = to.beta = 0, to.decay[1] = make_uint2(0, 0);
   auto round = [&](int i) {
 #pragma unroll
     for (int t = 0; t < 4; t++) {
-      if (LOOKS || i > 0) to.qk[i][t] = make_uint2(0, 0);
+      if (i > 0) to.qk[i][t] = make_uint2(0, 0);
       const bool there = own.place + KDA_PLACES * i < rows && (i > 0 || own.place + t >= 3);
-      if (there) to.qk[i][t] = kda_four<EVEN, LOOKS>(from.qk + (KDA_PLACES * i + t) * width);
+      if (there) to.qk[i][t] = kda_four<EVEN>(from.qk + (KDA_PLACES * i + t) * width);
     }
   };
   round(0);
-  to.decay[0] = kda_four<EVEN, LOOKS>(from.decay);
+  to.decay[0] = kda_four<EVEN>(from.decay);
   if (own.row < rows) {
 #pragma unroll
     for (int t = 0; t < 4; t++) {
-      if (own.row + t >= 3) to.v[t] = kda_one<LOOKS>(from.value + t * width);
+      if (own.row + t >= 3) to.v[t] = load_activation(from.value + t * width);
     }
-    to.gate = kda_one<LOOKS>(from.value + (3 * width + 2 * inner));
-    to.beta = kda_one<LOOKS>(from.beta);
+    to.gate = load_activation(from.value + (3 * width + 2 * inner));
+    to.beta = load_activation(from.beta);
   }
   if (rows > KDA_PLACES) {
 #pragma unroll
     for (int i = 1; i < KDA_ROUNDS; i++) round(i);
-    if (own.fade + KDA_WARPS < rows) to.decay[1] = kda_four<EVEN, LOOKS>(from.decay + KDA_WARPS * width);
+    if (own.fade + KDA_WARPS < rows) to.decay[1] = kda_four<EVEN>(from.decay + KDA_WARPS * width);
   }
   // not made into floats, which awaits them, where they are asked for
   settle_here(to.v[3]), settle_here(to.gate), settle_here(to.beta);
-}
-
-// Whether something of what this thread has looked for had not come.
-__device__ __forceinline__ bool kda_lacks(const KdaLoaded& of, int rows) {
-  bool lacks = any_blank_half(of.decay[0]) | any_blank_half(of.decay[1]) | is_blank(of.gate) | is_blank(of.beta);
-#pragma unroll
-  for (int t = 0; t < 4; t++) {
-    lacks |= any_blank_half(of.qk[0][t]) | is_blank(of.v[t]);
-  }
-  if (rows <= KDA_PLACES) return lacks;
-#pragma unroll
-  for (int i = 1; i < KDA_ROUNDS; i++) {
-#pragma unroll
-    for (int t = 0; t < 4; t++) lacks |= any_blank_half(of.qk[i][t]);
-  }
-  return lacks;
 }
 
 // The first round's rows, those before the window among them.
@@ -179,19 +159,14 @@ struct KdaPiece {
     live = row < rows, from = source.projected(live ? row : 0) + channel, to = raw + row * 3 * source.inner() + channel;
     settle_here(from), settle_here(to);
   }
-  template <bool LOOKS>
-  __device__ __forceinline__ bool load() {  // false: it had not come
-    x = LOOKS ? look8(from) : load_activations4(from);
-    return !LOOKS || !any_blank_half(x);
-  }
+  __device__ __forceinline__ void load() { x = load_activations4(from); }
   __device__ __forceinline__ void store() const {
     if (live) *reinterpret_cast<uint2*>(to) = x;
   }
 };
 
-// Block (head, slice): raw projections to gated output that lacks its norm, which needs all eight slices of a head. LOOKS: the
-// projection may still be coming.
-template <bool EVEN, bool LOOKS>
+// Block (head, slice): raw projections to gated output that lacks its norm, which needs all eight slices of a head.
+template <bool EVEN>
 __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int slice, KdaVerifyShared& s) {
   const KdaSource& source = job.source;
   const KdaOwn own(head, slice);
@@ -217,17 +192,9 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
   settle_here(to_out), settle_here(to_sums);
   KdaPiece piece(source, own, job.raw, rows);
   let_next_start_early();  // out_proj reads weights alone before its own wait
-  if constexpr (!LOOKS) wait_for_producer();
-  if constexpr (LOOKS) {  // one load, again and again, then all
-    while (any_blank_half(kda_four<EVEN, LOOKS>(places.decay))) {}
-  }
-  bool lacks;
-  do {
-    kda_load_window<EVEN, LOOKS>(loaded, source, own, places, rows);
-    lacks = EVEN && !piece.load<LOOKS>();
-    if (LOOKS) lacks |= kda_lacks(loaded, rows);
-  } while (LOOKS && lacks);
-  job.ahead.ask();
+  wait_for_producer();
+  kda_load_window<EVEN>(loaded, source, own, places, rows);
+  if (EVEN) piece.load();
   kda_join(loaded, own);
 
   auto mix = [&](int i) {
@@ -261,20 +228,16 @@ __device__ __forceinline__ void kda_verify(const KdaVerify& job, int head, int s
     const float beta = kda_open(to_float(loaded.beta));
     if (own.column == 0) s.rows[own.row].beta[0] = beta;
   }
-  if (!LOOKS && EVEN) piece.store();
+  if (EVEN) piece.store();
   if (asks) s.goes_on = done == 0 && remaining > 0;
   __syncthreads();
   if (walks) {
     kda_walk<true>(state, rows, s.rows, s.o[0] + kda_column(), KDA_SLICE);
-    if constexpr (LOOKS) wait_for_producer();
     if (keeps && s.goes_on) kda_store(job.state + kda_place(head, slice * KDA_SLICE), state);
   } else {
-    if constexpr (LOOKS) wait_for_producer();
     kda_stage<EVEN>(job, own, s);
   }
-  if (LOOKS && EVEN) piece.store();
   __syncthreads();
-  job.blank.make(blockIdx.x, gridDim.x);
   const float o = live ? s.o[own.row][own.column] : 0.0f;
   const float squares = kda_squares(o);
   if (!live) return;

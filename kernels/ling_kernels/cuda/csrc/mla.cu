@@ -1,5 +1,4 @@
 // MLA launches: projections to queries and cache rows, attention by splits, merge, value projection with gate.
-#include "blank.cuh"
 #include "mla.cuh"
 
 // grid: H * MLA_SLICES. query: rows of the projection (of `stride`), low-rank if there is a q_b; latent: where their
@@ -50,10 +49,10 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS<MERGE_COLUMNS>, 3)
   attend_merge(from, latent + i64(query) * MLA_LATENT + begin, shared);
 }
 
-// grid: (128 / MLA_OUT, H). gate: rows of `proj_stride`, a value a head; latent [16, H, 512]; out [16, H * 128]. blank: for later kernels.
+// grid: (128 / MLA_OUT, H). gate: rows of `proj_stride`, a value a head; latent [16, H, 512]; out [16, H * 128].
 extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1)
     mla_values(bf16* out, const bf16* latent, const bf16* w_uv, i64 head_stride, const bf16* gate, int proj_stride,
-               int heads, int rows, uint4* blank, int words) {
+               int heads, int rows) {
   __shared__ MlaValueShared<1> shared;
   const int head = blockIdx.y, first = blockIdx.x * MLA_OUT, row = threadIdx.x / MLA_OUT;
   MlaValueRows weights;
@@ -63,13 +62,12 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1)
   const bf16 own = load_activation(gate + (row < rows ? row : 0) * proj_stride + head);
   auto of = [&](int at, int column) { return load_activations(latent + (at * heads + head) * MLA_LATENT + column); };
   mla_value(weights, of, own, out + head * MLA_VALUE + first, heads * MLA_VALUE, rows, shared);
-  Blank{blank, words}.make(blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
 }
 
-// Both for a window of one row, with the same bits; and memory for later kernels is made blank. grid: (128 / ONE_OUT, H)
+// Both for a window of one row, with the same bits. grid: (128 / ONE_OUT, H)
 extern "C" __global__ void __launch_bounds__(ONE_THREADS, 1)
     mla_merge_values(bf16* out, const bf16* partial, const float* stats, const i64* positions, const bf16* w_uv,
-                     i64 head_stride, const bf16* gate, int heads, uint4* blank, int words) {
+                     i64 head_stride, const bf16* gate, int heads) {
   __shared__ MlaOneShared shared;
   const int head = blockIdx.y, first = blockIdx.x * ONE_OUT;
   MlaValueRows weights;
@@ -83,5 +81,4 @@ extern "C" __global__ void __launch_bounds__(ONE_THREADS, 1)
   __syncthreads();
   auto of = [&](int, int column) { return load16(shared.latent + column); };
   mla_value(weights, of, own, out + head * MLA_VALUE + first, 0, 1, shared.values);
-  Blank{blank, words}.make(blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
 }

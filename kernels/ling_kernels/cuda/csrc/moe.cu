@@ -6,14 +6,11 @@
 // expert. It applies the router's weights too, and writes zeros for the rows that did not choose: by selection, a
 // product with zero would keep an infinity. So down is one long product over the listed experts, whose sum never
 // leaves the tensor cores: what a row did not choose adds exact zeros to it, which change no bit.
-#include "ahead.cuh"
 #include "gemm.cuh"
 #include "select.cuh"
 
 // Tiles of 8 gate and 8 up rows over all chosen experts; blocks take them in turn. A tile's slot follows from its number;
-// its expert is asked for one tile ahead, whether or not the plan goes that far. LOOKS: for the plan's length and the first
-// tile's expert; both are blank before.
-template <bool LOOKS>
+// its expert is asked for one tile ahead, whether or not the plan goes that far.
 struct ExpertGateUp {
   struct Place {
     int slot, within;
@@ -24,26 +21,12 @@ struct ExpertGateUp {
   const bf16* routed;
   const u32* plan;
   int inner, width, step;
-  volatile u32* seen;  // shared: the plan's length and the first tile's expert
   static constexpr bool ONE = false, EARLY = false;
 
-  // One thread of a block looks: all of them would queue for that line at one place of L2.
-  __device__ __forceinline__ void ready(Place& at) const {
-    if constexpr (LOOKS) {
-      if (threadIdx.x == 0) {
-        while ((seen[0] = load_changing(plan)) == BLANK) {}
-        do seen[1] = load_changing(at.id);
-        while (seen[1] == BLANK && at.slot < int(seen[0]));
-      }
-      __syncthreads();
-      at.expert = seen[1];
-    } else {
-      ask(at);
-    }
-  }
+  __device__ __forceinline__ void ready() const {}
   __device__ __forceinline__ int tiles() const { return (inner + 7) / 8; }
   __device__ __forceinline__ int first() const { return blockIdx.x; }
-  __device__ __forceinline__ int end() const { return (int(LOOKS ? seen[0] : load_activation(plan)) - 1) * tiles(); }
+  __device__ __forceinline__ int end() const { return (int(load_activation(plan)) - 1) * tiles(); }
   __device__ __forceinline__ Place place(int tile) const {
     Place at;
     const int before = tile / tiles();
@@ -63,23 +46,23 @@ struct ExpertGateUp {
   }
 };
 
-template <int NT, class Source>
+template <int NT>
 struct StoreExpert {
-  Source source;
+  ExpertGateUp source;
   bf16* out;
   int pitch, live;
   float limit;
   u32 rows, weight;  // that chose the tile's expert; the router's weight of this thread's first token
   Own<NT, 8> own;
 
-  __device__ __forceinline__ u32 weight_of(const typename Source::Place& at, int token) const {
+  __device__ __forceinline__ u32 weight_of(const ExpertGateUp::Place& at, int token) const {
     return load_activation(source.plan + PLAN_WEIGHTS + at.slot * ROW_TILE + token);
   }
-  __device__ __forceinline__ void expect(const typename Source::Place& at) {
+  __device__ __forceinline__ void expect(const ExpertGateUp::Place& at) {
     rows = load_activation(source.plan + PLAN_MASKS + at.slot);
     if (own.first < live) weight = weight_of(at, own.first);
   }
-  __device__ __forceinline__ void operator()(const typename Source::Place& at, const Sums<NT>& sums) {
+  __device__ __forceinline__ void operator()(const ExpertGateUp::Place& at, const Sums<NT>& sums) {
     const int row = at.within * 8 + own.value, begin = at.slot * ROW_TILE * pitch + row;
     own.each(row < source.inner ? live : 0, [&](int token, int place) {
       const float by = __uint_as_float(token == own.first ? weight : weight_of(at, token));
@@ -106,20 +89,10 @@ struct Selected {
   i64* experts;
   float* weights;
   u32* plan;
-  const bf16* down;
-  u32 size;  // of an expert there
-
-  // A line of each half of the chosen experts' down weights, which this multiprocessor reads next: each lies in a page or two
-  // of its own. By one warp, lanes with the experts in turn.
-  __device__ __forceinline__ void touch(int expert, int chosen) const {
-    const u32 lane = threadIdx.x % WARP, half = size / 2;
-    if (lane >= 2 * MAX_CHOSEN || int(lane % MAX_CHOSEN) >= chosen) return;
-    prefetch_line(down + u64(u32(expert)) * size + (lane < MAX_CHOSEN ? 0 : half) + blockIdx.x * 64 % half);
-  }
 };
 
-// One row's choice by one warp of each block, from at most 4 · QUADS · WARP experts. LOOKS: for its logits.
-template <int QUADS, bool LOOKS>
+// One row's choice by one warp of each block, from at most 4 · QUADS · WARP experts.
+template <int QUADS>
 struct Choice {
   Router router;
   Logits logits;
@@ -141,7 +114,7 @@ struct Choice {
   }
   __device__ __forceinline__ void choose() {
     if (mine) {
-      expert = choose_expert<LOOKS>(router, share, at->contest);
+      expert = choose_expert(router, share, at->contest);
       below = Pick(expert, router.chosen).below();
       if (int(threadIdx.x % WARP) < router.chosen) at->ids[below] = expert;
     }
@@ -154,7 +127,6 @@ struct Choice {
     const int lane = threadIdx.x % WARP;
     const float weight = router_weight(router, logits.of(expert));
     if (lane < router.chosen) at->weights[below] = weight;
-    to.touch(__shfl_sync(ALL, expert, lane % MAX_CHOSEN), router.chosen);
     if (blockIdx.x > 0) return;
     if (lane < router.chosen) {
       store_volatile(to.plan + PLAN_IDS + 1 + below, u32(expert));
@@ -168,35 +140,32 @@ struct Choice {
   }
 };
 
-template <int QUADS, bool LOOKS>
-struct ChoosingGateUp : ExpertGateUp<false> {
-  Choice<QUADS, LOOKS>* choice;
+template <int QUADS>
+struct ChoosingGateUp : ExpertGateUp {
+  Choice<QUADS>* choice;
 
-  __device__ __forceinline__ void ready(Place& at) const {
-    choice->choose();
-    ask(at);
-  }
+  __device__ __forceinline__ void ready() const { choice->choose(); }
   __device__ __forceinline__ int end() const { return choice->router.chosen * tiles(); }
   __device__ __forceinline__ void ask(Place& at) const { at.expert = choice->at->ids[min(at.slot, MAX_CHOSEN) - 1]; }
 };
 
-template <int QUADS, bool LOOKS>
+template <int QUADS>
 struct StoreChosen {
-  ChoosingGateUp<QUADS, LOOKS> source;
+  ChoosingGateUp<QUADS> source;
   Selected to;
   bf16* out;
   int pitch;
   float limit;
   Own<1, 8> own;
 
-  __device__ __forceinline__ void expect(const ExpertGateUp<false>::Place&) {
+  __device__ __forceinline__ void expect(const ExpertGateUp::Place&) {
     source.choice->weigh(to);
   }
-  __device__ __forceinline__ void operator()(const ExpertGateUp<false>::Place& at, const Sums<1>& sums) {
-    const int row = at.within * 8 + own.value, begin = at.slot * pitch + row;
+  __device__ __forceinline__ void operator()(const ExpertGateUp::Place& at, const Sums<1>& sums) {
+    const int row = at.within * 8 + own.value, begin = at.slot * ROW_TILE * pitch + row;
     own.each(row < source.inner ? 1 : 0, [&](int token, int place) {
       const float2 sum = sums.both(place, own.up(token));
-      out[begin] = to_bf16(source.choice->at->weights[at.slot - 1] * swiglu(sum.x, sum.y, limit));
+      out[begin + token * pitch] = to_bf16(source.choice->at->weights[at.slot - 1] * swiglu(sum.x, sum.y, limit));
     });
   }
   __device__ __forceinline__ void finish() {}
@@ -212,11 +181,11 @@ struct Experts {
 // One part of out[token, rows of this block] = sum over slots of down[slot] · x[slot, token]. Each warp of the whole grid
 // has one chunk of K, the same of every expert, and walks all experts in ascending order: which experts a warp has never
 // depends on the other rows. K is shared between blocks (see part.cu), and exchange_norm adds the parts.
-// LOOKS: for x of one row. AHEAD: slots whose weights and tokens a warp asks for at once. each: warps of a tile; a block has as many tiles as its
+// AHEAD: slots whose weights and tokens a warp asks for at once. each: warps of a tile; a block has as many tiles as its
 // warps suffice for, which meet the same tokens: those of nine rows are 0.6 of a tile's weights, and L1 has them then.
-template <int NT, int AHEAD, bool LOOKS>
+template <int NT, int AHEAD>
 __device__ __forceinline__ void down_part(
-    const Experts& experts, const bf16* x, float* out, int pitch, int apart, int rows, int live, int width, int each) {
+    const Experts& experts, const bf16* x, float* out, int pitch, int rows, int live, int width, int each) {
   DYNAMIC_SHARED(shared);
   __shared__ u32 ids[MAX_SLOTS];
   __shared__ int number;
@@ -258,6 +227,8 @@ __device__ __forceinline__ void down_part(
     const int token = n * 8 + group;
     tokens[n] = x + (token < live ? token : 0) * pitch + k;
   }
+  const u32 slot_pitch = ROW_TILE * pitch;
+
   Chunk ring[AHEAD];
   uint4 in[AHEAD][NT] = {};  // zeros stay where a lane has no values of K
   load_weights_into(ring[0].low, shared_low, true);  // whatever the plan says
@@ -279,45 +250,24 @@ __device__ __forceinline__ void down_part(
   const int stored = at < width ? live : 0, begin = blockIdx.y * rows * width + at;
 #pragma unroll
   for (int n = 0; n < NT; ++n) settle_here(tokens[n]);
-  // What a warp has of a slot, where it has any: the last one comes last.
-  auto first = [&](int s) { return tokens[0] + u64(u32(apart)) * s; };
-  auto has = [&](int s) { return s < slots && (s == 0 ? in_shared : in_routed); };
-  if constexpr (LOOKS) {
-    let_next_start_early();  // a norm, and its next one, which reads weights alone before it looks for that
-    const bool any = has(slots - 1);
-    while (any && any_blank_half(look16(first(slots - 1)))) {}
-    bool blank;
-    do {
-      blank = false;
+  wait_for_producer();
+  let_next_start();
 #pragma unroll
-      for (int s = 0; s < AHEAD; ++s) {
-        if (has(s)) in[s][0] = look16(first(s)), blank |= any_blank_half(in[s][0]);
-      }
-    } while (blank);
-    __syncwarp();
-  } else {
-    wait_for_producer();
-    let_next_start();
+  for (int s = 0; s < AHEAD; ++s) {
 #pragma unroll
-    for (int s = 0; s < AHEAD; ++s) {
-#pragma unroll
-      for (int n = 0; n < NT; ++n) load_activations_into(in[s][n], tokens[n] + u64(u32(apart)) * s, has(s));
+    for (int n = 0; n < NT; ++n) {
+      load_activations_into(in[s][n], tokens[n] + u64(slot_pitch) * s, s < slots && (s == 0 ? in_shared : in_routed));
     }
   }
   float sums[NT][4] = {};
-  for (int done = 0; done < slots; done += AHEAD) {
-    if (NT > 1 && threadIdx.x < AHEAD) {
-      // Each expert is a page or two of its own: a line of those that will be asked for next opens the way.
-      const int slot = done + 2 * AHEAD + int(threadIdx.x);
-      if (slot < slots) prefetch_line(routed_low + u64(ids[slot]) * stride);
+  for (int first = 0; first < slots; first += AHEAD) {
+#pragma unroll
+    for (int s = 0; s < AHEAD; ++s) {
+      if (first + s < slots) multiply(sums, ring[s], in[s]);
     }
 #pragma unroll
     for (int s = 0; s < AHEAD; ++s) {
-      if (done + s < slots) multiply(sums, ring[s], in[s]);
-    }
-#pragma unroll
-    for (int s = 0; s < AHEAD; ++s) {
-      const int slot = done + AHEAD + s;
+      const int slot = first + AHEAD + s;
       if (slot >= slots) break;
       const bf16* from = routed_low + u64(ids[slot]) * stride;
       load_weights_into(ring[s].low, from, true);
@@ -325,77 +275,59 @@ __device__ __forceinline__ void down_part(
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
         in[s][n] = make_uint4(0, 0, 0, 0);
-        if constexpr (LOOKS) {
-          while (in_routed && any_blank_half(in[s][n] = look16(first(slot)))) {}
-        } else {
-          load_activations_into(in[s][n], tokens[n] + u64(u32(apart)) * slot, in_routed);
-        }
+        load_activations_into(in[s][n], tokens[n] + u64(slot_pitch) * slot, in_routed);
       }
     }
   }
   Sums<NT> all = {reinterpret_cast<float*>(shared) + own_tile * warps * Sums<NT>::SIZE};
   all.put(warp, sums);
   __syncthreads();
-  if constexpr (LOOKS) wait_for_producer();
   own.each(stored, [&](int token, int place) { out[begin + token * width] = all.at(place, warps); });
 }
 
 // x [*, width], routed [E, 2 inner, width] -> out [slots, ROW_TILE, pitch] from the second slot on. Grid: any number of
-// blocks. Shared: 2 · warps · 8 NT · PITCH floats. _look: for x and plan that are looked for.
-#define EXPERTS_GATE_UP(NAME, NT, INPUT)                                                                          \
+// blocks. Shared: 2 · warps · 8 NT · PITCH floats.
+#define EXPERTS_GATE_UP(NAME, NT)                                                                                 \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
       const bf16* x, const bf16* routed, const u32* plan, bf16* out, int inner, int pitch, float limit, int live, \
-      int width, AHEAD_ARGUMENTS) {                                                                               \
-    Ahead(AHEAD_OF).ask();                                                                                       \
+      int width) {                                                                                                \
     settle_here(plan);                                                                                            \
-    __shared__ u32 seen[2];                                                                                       \
-    const ExpertGateUp<INPUT::LOOKS> source = {routed, plan, inner, width, int(gridDim.x), seen};                 \
-    StoreExpert<NT, ExpertGateUp<INPUT::LOOKS>> store = {source, out, pitch, live, limit};                        \
-    stream_tiles<NT>(source, INPUT{x, width, width, live}, Plain{}, store);                                       \
+    const ExpertGateUp source = {routed, plan, inner, width, int(gridDim.x)};                                     \
+    StoreExpert<NT> store = {source, out, pitch, live, limit};                                                    \
+    stream_tiles<NT>(source, Tokens{x, width, width, live}, Plain{}, store);                                      \
   }
-EXPERTS_GATE_UP(experts_gate_up_8, 1, Tokens)
-EXPERTS_GATE_UP(experts_gate_up_16, 2, Tokens)
-EXPERTS_GATE_UP(experts_gate_up_8_look, 1, TokensToCome)
-EXPERTS_GATE_UP(experts_gate_up_16_look, 2, TokensToCome)
+EXPERTS_GATE_UP(experts_gate_up_8, 1)
+EXPERTS_GATE_UP(experts_gate_up_16, 2)
 
-// The same for one row that is still to be selected, from at most 4 · QUADS · WARP experts; arguments as for route_select;
-// out [slots, pitch]. _look: for x and logits that are looked for.
-#define EXPERTS_CHOOSE_GATE_UP(NAME, QUADS, INPUT)                                                                \
+// The same for one row that is still to be selected, from at most 4 · QUADS · WARP experts; arguments as for route_select.
+#define EXPERTS_CHOOSE_GATE_UP(NAME, QUADS)                                                                       \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
       const bf16* x, const bf16* routed, const float* logits, const float* bias, i64* experts, float* weights,    \
       u32* plan, int num_experts, int groups, int allowed_groups, int chosen, float scale, int second, bf16* out, \
-      int inner, int pitch, float limit, int width, const bf16* down, AHEAD_ARGUMENTS) {                          \
-    Ahead(AHEAD_OF).ask();                                                                                       \
-    constexpr bool LOOKS = INPUT::LOOKS;                                                                          \
+      int inner, int pitch, float limit, int width) {                                                             \
     __shared__ OneRow<QUADS> row;                                                                                 \
     const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};                        \
-    const bool mine = Choice<QUADS, LOOKS>::is_chooser(row);                                                      \
-    Choice<QUADS, LOOKS> choice(router, Logits{logits, second}, bias, &row, mine);                                \
-    const ChoosingGateUp<QUADS, LOOKS> source = {{routed, plan, inner, width, int(gridDim.x), nullptr}, &choice}; \
-    const Selected to = {experts, weights, plan, down, u32(width) * inner};                                       \
-    StoreChosen<QUADS, LOOKS> store = {source, to, out, pitch, limit};                                            \
-    stream_tiles<1>(source, INPUT{x, width, width, 1}, Plain{}, store);                                           \
+    const bool mine = Choice<QUADS>::is_chooser(row);                                                             \
+    Choice<QUADS> choice(router, Logits{logits, second}, bias, &row, mine);                                       \
+    const ChoosingGateUp<QUADS> source = {{routed, plan, inner, width, int(gridDim.x)}, &choice};                 \
+    StoreChosen<QUADS> store = {source, {experts, weights, plan}, out, pitch, limit};                             \
+    stream_tiles<1>(source, Tokens{x, width, width, 1}, Plain{}, store);                                          \
   }
-EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_1, 1, Tokens)
-EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_4, 4, Tokens)
-EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_1_look, 1, TokensToCome)
-EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_4_look, 4, TokensToCome)
+EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_1, 1)
+EXPERTS_CHOOSE_GATE_UP(experts_choose_gate_up_4, 4)
 
-// x [slots, .., pitch], `apart` values from slot to slot, as gate_up and the plan's kernel left it; shared [width,
-// shared_inner], routed [E, width, inner] -> out [parts, rows, width] fp32, `live` rows of each. each: warps of a tile, four
-// at most; all of a block's up to 8 tokens. Grid: tiles of 16 rows by those of a block, parts; parts · each chunks are at
-// least as long as a row. Shared: warps · 8 NT · PITCH floats. _look: for one row, and x that is looked for.
-#define EXPERTS_DOWN(NAME, NT, AHEAD, THREADS, BLOCKS, LOOKS)                                                     \
+// x as gate_up and the plan's kernel left it, shared [width, shared_inner], routed [E, width, inner] -> out [parts, rows,
+// width] fp32, `live` rows of each. each: warps of a tile, four at most; all of a block's up to 8 tokens. Grid: tiles of 16
+// rows by those of a block, parts; parts · each chunks are at least as long as a row. Shared: warps · 8 NT · PITCH floats.
+#define EXPERTS_DOWN(NAME, NT, AHEAD, THREADS, BLOCKS)                                                            \
   extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(                                             \
       const bf16* x, const bf16* shared, const bf16* routed, const u32* plan, float* out, int shared_inner,       \
-      int inner, int pitch, int apart, int rows, int live, int width, int each) {                                 \
-    down_part<NT, AHEAD, LOOKS>(                                                                                  \
-        Experts{shared, routed, shared_inner, inner, plan}, x, out, pitch, apart, rows, live, width, each);       \
+      int inner, int pitch, int rows, int live, int width, int each) {                                            \
+    down_part<NT, AHEAD>(                                                                                         \
+        Experts{shared, routed, shared_inner, inner, plan}, x, out, pitch, rows, live, width, each);              \
   }
-EXPERTS_DOWN(experts_down_8_9, 1, 9, 128, 3, false)  // all slots of one row at once
-EXPERTS_DOWN(experts_down_8_8, 1, 8, 128, 4, false)
-EXPERTS_DOWN(experts_down_8_9_look, 1, 9, 128, 3, true)
-EXPERTS_DOWN(experts_down_8_8_look, 1, 8, 128, 4, true)
-EXPERTS_DOWN(experts_down_16_10, 2, 10, 256, 1, false)
-EXPERTS_DOWN(experts_down_16_6, 2, 6, 384, 1, false)
-EXPERTS_DOWN(experts_down_16_5, 2, 5, 512, 1, false)
+EXPERTS_DOWN(experts_down_8_9, 1, 9, 128, 3)  // all slots of one row at once
+EXPERTS_DOWN(experts_down_8_8, 1, 8, 128, 4)
+EXPERTS_DOWN(experts_down_16_10, 2, 10, 256, 1)
+EXPERTS_DOWN(experts_down_16_6, 2, 6, 384, 1)
+EXPERTS_DOWN(experts_down_16_5, 2, 5, 512, 1)

@@ -4,8 +4,6 @@
 // One row: x_out = x + partial, h = RMSNorm(x_out) · weight. A thread has 8 values, so width <= 8192 and the shape of
 // the block depends on the width alone. partial null: only the norm, x_out is not written. With a partial x is settled,
 // for the kernel that wrote the partial came after the one that wrote x, and has done its own waiting: x is read early.
-// LOOKS: the partial's fp32 parts may still be coming.
-template <bool LOOKS>
 __device__ __forceinline__ void exchange_norm_row(
     int row, const Partial& partial, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width, float eps,
     bool early) {
@@ -19,25 +17,19 @@ __device__ __forceinline__ void exchange_norm_row(
   const Partial::Places places = partial.places(base, inside);
   uint4 old = make_uint4(0, 0, 0, 0);
   if (inside && partial.at != nullptr) old = load_settled16(x + base);
-  if (LOOKS || early) let_next_start_early();
-  if constexpr (!LOOKS) wait_for_producer();
-  if (!LOOKS && !early) let_next_start();
-  const bool adds = LOOKS || partial.at != nullptr;
+  if (early) let_next_start_early();
+  wait_for_producer();
+  if (!early) let_next_start();
   float add[8];
-  if (adds) partial.read<LOOKS>(add, places, base, inside);
-  if (!adds) old = load16(x + base, inside);
+  if (partial.at != nullptr) partial.read(add, places, base, inside);
+  if (partial.at == nullptr) old = load16(x + base, inside);
   float value[8];
   unpack(value, old);
-  uint4 total = old;
-  if (adds) {
-    total = added(value, add);
-    if (!LOOKS && inside) *reinterpret_cast<uint4*>(x_out + base) = total;
-  }
-  const uint4 out = normed(value, inside, w, each, eps, warps);
-  if constexpr (LOOKS) {
-    wait_for_producer();
+  if (partial.at != nullptr) {
+    const uint4 total = added(value, add);
     if (inside) *reinterpret_cast<uint4*>(x_out + base) = total;
   }
+  const uint4 out = normed(value, inside, w, each, eps, warps);
   if (inside) *reinterpret_cast<uint4*>(h + base) = out;
 }
 
@@ -46,14 +38,7 @@ __device__ __forceinline__ void exchange_norm_row(
 extern "C" __global__ void __launch_bounds__(1024, 1) exchange_norm(
     const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width,
     float eps, int early) {
-  exchange_norm_row<false>(blockIdx.x, {partial, parts, pitch}, x, weight, x_out, h, width, eps, early != 0);
-}
-
-// The same for fp32 parts that are looked for, up to 4,096 of a row; it lets the next kernel start early.
-extern "C" __global__ void __launch_bounds__(512, 1) exchange_norm_look(
-    const void* partial, int parts, int pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int width,
-    float eps) {
-  exchange_norm_row<true>(blockIdx.x, {partial, parts, pitch}, x, weight, x_out, h, width, eps, true);
+  exchange_norm_row(blockIdx.x, {partial, parts, pitch}, x, weight, x_out, h, width, eps, early != 0);
 }
 
 // x[row] = table[ids[row]], and its norm. Grid and block: as exchange_norm.

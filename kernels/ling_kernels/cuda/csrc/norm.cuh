@@ -1,6 +1,6 @@
 // What kernels that hold a row of activations share: eight bf16 values a thread, and sums over a block.
 #pragma once
-#include "blank.cuh"
+#include "arch.cuh"
 
 // Sum over the threads of a block of full warps, by warp and then in the order of the warps; all threads get it. warps:
 // WARP words of shared memory, 16-byte aligned. count: of the first so many warps, where the others have zeros; 0: of all.
@@ -85,27 +85,11 @@ struct Partial {
   }
 
   // Adds the next `count` parts. All loads are under way before the first is used: also where there are fewer, for the
-  // assembler sends a load no sooner than the branch that needs it. LOOKS: until they are there; the last one first, which
-  // keeps what is asked for in vain short.
-  template <bool LOOKS>
+  // assembler sends a load no sooner than the branch that needs it.
   __device__ __forceinline__ static void add(float (&sum)[8], const Places& from, int count) {
     uint4 low[TOGETHER], high[TOGETHER];
-    bool blank = false;
-    if constexpr (LOOKS) {
-      while (any_blank(look16(from.part[TOGETHER - 1]))) {}
-    }
-    do {
 #pragma unroll
-      for (int p = 0; p < TOGETHER; ++p) {
-        low[p] = LOOKS ? look16(from.part[p]) : load_activations(from.part[p]);
-        high[p] = LOOKS ? look16(from.part[p] + 4) : load_activations(from.part[p] + 4);
-      }
-      if constexpr (LOOKS) {
-        blank = false;
-#pragma unroll
-        for (int p = 0; p < TOGETHER; ++p) blank |= any_blank(low[p]) | any_blank(high[p]);
-      }
-    } while (LOOKS && blank);
+    for (int p = 0; p < TOGETHER; ++p) low[p] = load_activations(from.part[p]), high[p] = load_activations(from.part[p] + 4);
     if (count < TOGETHER) {
 #pragma unroll
       for (int p = 0; p < TOGETHER; ++p) {
@@ -121,32 +105,29 @@ struct Partial {
     }
   }
 
-  // The eight values at `base` of a row, in fp32; anything past the width. LOOKS: of fp32 parts alone.
-  template <bool LOOKS = false>
+  // The eight values at `base` of a row, in fp32; anything past the width.
   __device__ __forceinline__ void read(float (&sum)[8], const Places& first, i64 base, bool inside) const {
-    if (!LOOKS && parts == 0) {
+    if (parts == 0) {
       unpack(sum, load16(static_cast<const bf16*>(at) + base, inside));
       return;
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i] = 0.0f;
-    add<LOOKS>(sum, first, parts);
+    add(sum, first, parts);
 #pragma unroll 1
     for (int done = TOGETHER; done < parts; done += TOGETHER) {
       Places next;
 #pragma unroll
       for (int p = 0; p < TOGETHER; ++p) next.part[p] = place(done + p, inside ? base : 0);
-      add<LOOKS>(sum, next, parts - done);
+      add(sum, next, parts - done);
     }
   }
 };
 
 // One row that is made here, in every block: sum, rounding and norm are exchange_norm's, bit by bit, and so is what may be
-// read when. The first block writes it for the kernels that come after: after the wait, which make() comes before if it
-// LOOKS for the parts. Blocks of k / 8 threads or more.
-template <bool LOOKS_FOR_IT = false>
+// read when. The first block writes it for the kernels that come after. Blocks of k / 8 threads or more.
 struct RowToNorm {
-  static constexpr bool PADDED = true, LOOKS = LOOKS_FOR_IT;  // zeros lie behind it
+  static constexpr bool PADDED = true;  // zeros lie behind it
   Partial partial;
   const bf16* x;
   const bf16* weight;
@@ -156,11 +137,10 @@ struct RowToNorm {
   float eps;
   bf16* row;  // shared: k + 8 values, and a word for each warp
   float* warps;
-  uint4 old, scale, total;
+  uint4 old, scale;
   float each;
   Partial::Places places;
 
-  __device__ __forceinline__ RowToNorm& in_time() { return *this; }
   __device__ __forceinline__ bool inside() const { return threadIdx.x * 8 < k; }
 
   __device__ __forceinline__ void ask() {
@@ -175,23 +155,19 @@ struct RowToNorm {
   __device__ __forceinline__ void make(int block) {
     const int at = threadIdx.x * 8;
     float add[8], value[8];
-    partial.read<LOOKS>(add, places, at, inside());
+    partial.read(add, places, at, inside());
     unpack(value, old);
-    total = added(value, add);
+    const uint4 total = added(value, add);
     const uint4 out = normed(value, inside(), scale, each, eps, warps, (k + 255) / 256);
-    if (inside()) *reinterpret_cast<uint4*>(row + at) = out;
-    if (!LOOKS) write(block, out);
+    if (inside()) {
+      *reinterpret_cast<uint4*>(row + at) = out;
+      if (block == 0) {
+        *reinterpret_cast<uint4*>(x_out + at) = total;
+        *reinterpret_cast<uint4*>(h + at) = out;
+      }
+    }
     __syncthreads();
   }
-  __device__ __forceinline__ void waited(int block) const {
-    if (LOOKS) write(block, at(threadIdx.x * 8));
-  }
-  __device__ __forceinline__ void write(int block, const uint4& out) const {
-    if (!inside() || block != 0) return;
-    *reinterpret_cast<uint4*>(x_out + threadIdx.x * 8) = total;
-    *reinterpret_cast<uint4*>(h + threadIdx.x * 8) = out;
-  }
-  __device__ __forceinline__ static bool lacks(const uint4&) { return false; }
   __device__ __forceinline__ uint4 at(int offset) const { return *reinterpret_cast<const uint4*>(row + offset); }
   __device__ __forceinline__ void take(uint4& to, int offset, bool inside) const { to = at(inside ? offset : k); }
 };

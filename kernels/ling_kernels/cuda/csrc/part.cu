@@ -44,8 +44,6 @@ constexpr int HEAD_SLICES = 8;  // of KDA's heads, each with its sum of squares
 // 1 / rms of each (token, head), for the output of KDA that still lacks its norm: a head's 128 values of K share it,
 // so it can wait until they are summed. sums [ROW_TILE, heads, HEAD_SLICES] fp32. from: head of the part's first span. A
 // lane adds one token's slices, asked for with the span's tokens, and gives the result to those that have its products.
-// LOOKS: they may still be coming.
-template <bool LOOKS>
 struct HeadNorm {
   static constexpr bool SCALED = true;
   const float* sums;
@@ -62,13 +60,7 @@ struct HeadNorm {
   }
   __device__ __forceinline__ void ask(int span) {
     static_assert(SPAN == 128, "a warp's span is a head");
-    const float* from = own + span * HEAD_SLICES;
-    if constexpr (!LOOKS) {
-      low = load_activations(from), high = load_activations(from + 4);
-      return;
-    }
-    do low = look16(from), high = look16(from + 4);
-    while (any_blank(low) | any_blank(high));
+    low = load_activations(own + span * HEAD_SLICES), high = load_activations(own + span * HEAD_SLICES + 4);
   }
   __device__ __forceinline__ void take() {
     const u32 slices[HEAD_SLICES] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -80,12 +72,12 @@ struct HeadNorm {
   __device__ __forceinline__ float of(int token) const { return __shfl_sync(ALL, factor, token); }
 };
 
-template <int NT, class Input = Tokens, class Factor>
+template <int NT, class Factor>
 __device__ __forceinline__ void linear_part(
     const bf16* x, const bf16* w, float* out, const Factor& factor, int rows, int live, int n, int k, int part) {
   const int first = blockIdx.y * part, width = min(part, k - first);
   StorePart<NT> store(out, rows, live, n);
-  stream_tiles<NT>(MatrixPart{w + first, n, k, width}, Input{x + first, width, k, live}, factor, store);
+  stream_tiles<NT>(MatrixPart{w + first, n, k, width}, Tokens{x + first, width, k, live}, factor, store);
 }
 
 // x [rows, k], w [n, k] -> out [parts, rows, n] fp32, `live` rows of each. part: values of K in a part, a multiple of a
@@ -99,16 +91,13 @@ __device__ __forceinline__ void linear_part(
 LINEAR_PART(linear_part_8, 1, 5)
 LINEAR_PART(linear_part_16, 2, 4)
 
-// The same for x that lacks its norm by heads of 128: sums [ROW_TILE, k / 128, HEAD_SLICES]. _look: for x and sums that
-// are looked for.
-#define LINEAR_PART_NORMED(NAME, NT, BLOCKS, INPUT)                                                                 \
+// The same for x that lacks its norm by heads of 128: sums [ROW_TILE, k / 128, HEAD_SLICES].
+#define LINEAR_PART_NORMED(NAME, NT, BLOCKS)                                                                        \
   extern "C" __global__ void __launch_bounds__(128, BLOCKS) NAME(                                                   \
       const bf16* x, const bf16* w, float* out, const float* sums, float eps, int rows, int live, int n, int k,     \
       int part) {                                                                                                   \
-    const HeadNorm<INPUT::LOOKS> norm = {sums, k / 128, live, int(blockIdx.y) * part / 128, eps};                   \
-    linear_part<NT, INPUT>(x, w, out, norm, rows, live, n, k, part);                                                \
+    const HeadNorm norm = {sums, k / 128, live, int(blockIdx.y) * part / 128, eps};                                 \
+    linear_part<NT>(x, w, out, norm, rows, live, n, k, part);                                                       \
   }
-LINEAR_PART_NORMED(linear_part_normed_8, 1, 5, Tokens)
-LINEAR_PART_NORMED(linear_part_normed_16, 2, 4, Tokens)
-LINEAR_PART_NORMED(linear_part_normed_8_look, 1, 5, TokensToCome)
-LINEAR_PART_NORMED(linear_part_normed_16_look, 2, 4, TokensToCome)
+LINEAR_PART_NORMED(linear_part_normed_8, 1, 5)
+LINEAR_PART_NORMED(linear_part_normed_16, 2, 4)

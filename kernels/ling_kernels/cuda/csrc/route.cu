@@ -4,69 +4,58 @@
 #include "shared.cuh"
 
 // router_part. asked: bytes that selection reads early, asked for. Grid: ceil(n / 16), parts. Shared: warps · 8 NT ·
-// PITCH floats. _look: for x that is looked for.
-#define ROUTER(NAME, NT, LOOKS)                                                                                   \
+// PITCH floats.
+#define ROUTER(NAME, NT)                                                                                          \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const bf16* x, const bf16* w, float* out, int apart, int live, int n, int k, int width, const u8* asked,    \
-      int bytes) {                                                                                                \
+      const bf16* x, const bf16* w, float* out, int live, int n, int k, int width, const u8* asked, int bytes) {  \
     if (blockIdx.x + blockIdx.y + threadIdx.x == 0) prefetch_l2(asked, u32(bytes));                               \
-    GivenRows<LOOKS> rows = {x};                                                                                  \
-    router_part<NT>(rows, w, out, apart, live, n, k, width);                                                      \
+    GivenRows rows = {x};                                                                                         \
+    router_part<NT>(rows, w, out, live, n, k, width);                                                             \
   }
-ROUTER(router_8, 1, false)
-ROUTER(router_16, 2, false)
-ROUTER(router_8_look, 1, true)
-ROUTER(router_16_look, 2, true)
+ROUTER(router_8, 1)
+ROUTER(router_16, 2)
 
-// The same for one row that gate_up is to select for, out [parts, n]: the plan is cleared, and the blocks behind those of the
-// product have the shared expert's tiles. A warp has up to DEPTH of a tile's chunks for each part of K, all on their way at once.
+// The same for one row that gate_up is to select for: the plan is cleared, and the blocks behind those of the product have
+// the shared expert's tiles. A warp has up to DEPTH of a tile's chunks for each part of K, all on their way at once.
 template <int PARTS, class Source>
 __device__ __forceinline__ void router_one(
     Source& x, const bf16* w, float* out, int n, int k, int width, const u8* asked, int bytes, u32* plan,
     const SharedExpert& expert) {
   const int behind = int(blockIdx.x) - (n + 15) / 16;
-  if (behind >= 0) {
-    auto&& row = x.in_time();
-    return shared_tile<1, PARTS * DEPTH, true>(row, expert, behind * PARTS + blockIdx.y);
-  }
+  if (behind >= 0) return shared_tile<1, PARTS * DEPTH, true>(x, expert, behind * PARTS + blockIdx.y);
   const bool first = blockIdx.x + blockIdx.y == 0;
   if (first && threadIdx.x == 0) prefetch_l2(asked, u32(bytes));
-  router_part<1>(x, w, out, n, 1, n, k, width);
+  router_part<1>(x, w, out, 1, n, k, width);
   if (first) clear_plan(plan);
 }
 
-#define ROUTER_ROW(NAME, PARTS, LOOKS)                                                                            \
+#define ROUTER_ROW(NAME, PARTS)                                                                                   \
   extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
       const bf16* x, int k, const bf16* w, float* out, int n, int width, const u8* asked, int bytes, u32* plan,   \
       const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, int each) {                              \
-    GivenRows<LOOKS> row = {x};                                                                                   \
+    GivenRows row = {x};                                                                                          \
     const SharedExpert expert = {gate_up, mid, inner, pitch, limit, each, 1, k};                                  \
     router_one<PARTS>(row, w, out, n, k, width, asked, bytes, plan, expert);                                      \
   }
-ROUTER_ROW(router_row_1, 1, false)
-ROUTER_ROW(router_row_2, 2, false)
-ROUTER_ROW(router_row_1_look, 1, true)
-ROUTER_ROW(router_row_2_look, 2, true)
+ROUTER_ROW(router_row_1, 1)
+ROUTER_ROW(router_row_2, 2)
 
 // The same for a row that exchange_norm's arguments make: x_out and h are written, too. For one part of K: with the
 // chunks of two under way and the parts of the sum no registers are left (measured: no gain). Shared: behind the warps'
-// sums the row, k + 8 values. _look: for parts of the sum that are looked for.
-#define ROUTER_NORMED(NAME, LOOKS)                                                                                \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(                                                      \
-      const void* partial, int parts, int part_pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h,    \
-      int k, float eps, const bf16* w, float* out, int n, int width, const u8* asked, int bytes, u32* plan,       \
-      const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, int each) {                              \
-    DYNAMIC_SHARED(shared);                                                                                       \
-    __shared__ __align__(16) float warps[WARP];                                                                   \
-    bf16* row = reinterpret_cast<bf16*>(shared + blockDim.x / WARP * Sums<1>::SIZE * sizeof(float));              \
-    RowToNorm<LOOKS> made = {{partial, parts, part_pitch}, x, weight, x_out, h, k, eps, row, warps};              \
-    const SharedExpert expert = {gate_up, mid, inner, pitch, limit, each, 1, k};                                  \
-    router_one<1>(made, w, out, n, k, width, asked, bytes, plan, expert);                                         \
-  }
-ROUTER_NORMED(router_normed, false)
-ROUTER_NORMED(router_normed_look, true)
+// sums the row, k + 8 values.
+extern "C" __global__ void __launch_bounds__(512, 1) router_normed(
+    const void* partial, int parts, int part_pitch, const bf16* x, const bf16* weight, bf16* x_out, bf16* h, int k,
+    float eps, const bf16* w, float* out, int n, int width, const u8* asked, int bytes, u32* plan, const bf16* gate_up,
+    bf16* mid, int inner, int pitch, float limit, int each) {
+  DYNAMIC_SHARED(shared);
+  __shared__ __align__(16) float warps[WARP];
+  bf16* row = reinterpret_cast<bf16*>(shared + blockDim.x / WARP * Sums<1>::SIZE * sizeof(float));
+  RowToNorm made = {{partial, parts, part_pitch}, x, weight, x_out, h, k, eps, row, warps};
+  const SharedExpert expert = {gate_up, mid, inner, pitch, limit, each, 1, k};
+  router_one<1>(made, w, out, n, k, width, asked, bytes, plan, expert);
+}
 
-template <int QUADS, bool LOOKS>
+template <int QUADS>
 __device__ __forceinline__ void select_row(
     const Router& router, const float* logits, int second, const float* bias, i64* experts, float* weights, u32* plan,
     int live, Chosen& chosen) {
@@ -76,13 +65,9 @@ __device__ __forceinline__ void select_row(
   const Share<QUADS> share(router, own, bias);
   if (live > 1) chosen.clear();
   let_next_start_early();  // gate_up touches nothing before its own wait
-  if constexpr (!LOOKS) wait_for_producer();
-  if (row >= live) {
-    if constexpr (LOOKS) wait_for_producer();
-    return;
-  }
-  const int expert = choose_expert<LOOKS>(router, share, reinterpret_cast<Contest<QUADS>*>(shared)[row]);
-  if constexpr (LOOKS) wait_for_producer();
+  wait_for_producer();
+  if (row >= live) return;
+  const int expert = choose_expert(router, share, reinterpret_cast<Contest<QUADS>*>(shared)[row]);
   const float logit = own.of(expert);
   begin_plan(plan, live, row);  // while the logit is on its way
   const Pick pick(expert, router.chosen);
@@ -93,31 +78,29 @@ __device__ __forceinline__ void select_row(
 // logits [parts, ROW_TILE, experts] fp32 and bias, both 16-byte aligned, groups of a multiple of four experts ->
 // experts [*, chosen], weights [*, chosen], plan. second: floats from the first part to the second, 0 with one. Grid:
 // 1, and a block for each of the shared expert's tiles (see shared.cuh). Block: a warp a row at least. Shared: warps · 8
-// NT · PITCH floats, and a Contest a row at least. _look: for logits and x that are looked for.
-#define ROUTE_SELECT(NAME, NT, LOOKS)                                                                             \
+// NT · PITCH floats, and a Contest a row at least.
+#define ROUTE_SELECT(NAME, NT)                                                                                    \
   extern "C" __global__ void __launch_bounds__(ROW_TILE* WARP, 1) NAME(                                           \
       const float* logits, const float* bias, i64* experts, float* weights, u32* plan, int num_experts,           \
       int groups, int allowed_groups, int chosen, float scale, int second, const bf16* x, int live, int width,    \
       const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, int each) {                              \
     if (blockIdx.x > 0) {                                                                                         \
-      GivenRows<LOOKS> rows = {x};                                                                                \
+      GivenRows rows = {x};                                                                                       \
       const SharedExpert expert = {gate_up, mid, inner, pitch, limit, each, live, width};                         \
       return shared_tile<NT, DEPTH, false>(rows, expert, blockIdx.x - 1);                                         \
     }                                                                                                             \
     __shared__ Chosen shared;                                                                                     \
     const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};                        \
     if (num_experts <= 4 * WARP) {                                                                                \
-      select_row<1, LOOKS>(router, logits, second, bias, experts, weights, plan, live, shared);                   \
+      select_row<1>(router, logits, second, bias, experts, weights, plan, live, shared);                          \
     } else if (num_experts <= 8 * WARP) {                                                                         \
-      select_row<2, LOOKS>(router, logits, second, bias, experts, weights, plan, live, shared);                   \
+      select_row<2>(router, logits, second, bias, experts, weights, plan, live, shared);                          \
     } else {                                                                                                      \
-      select_row<4, LOOKS>(router, logits, second, bias, experts, weights, plan, live, shared);                   \
+      select_row<4>(router, logits, second, bias, experts, weights, plan, live, shared);                          \
     }                                                                                                             \
   }
-ROUTE_SELECT(route_select_8, 1, false)
-ROUTE_SELECT(route_select_16, 2, false)
-ROUTE_SELECT(route_select_8_look, 1, true)
-ROUTE_SELECT(route_select_16_look, 2, true)
+ROUTE_SELECT(route_select_8, 1)
+ROUTE_SELECT(route_select_16, 2)
 
 __device__ __forceinline__ void plan_rows(const i64* experts, const float* weights, u32* plan, int chosen, int live) {
   __shared__ Chosen shared;
@@ -137,7 +120,7 @@ __device__ __forceinline__ void plan_rows(const i64* experts, const float* weigh
       const i64* experts, const float* weights, u32* plan, int chosen, const bf16* x, int live, int width,        \
       const bf16* gate_up, bf16* mid, int inner, int pitch, float limit, int each) {                              \
     if (blockIdx.x == 0) return plan_rows(experts, weights, plan, chosen, live);                                  \
-    GivenRows<> rows = {x};                                                                                       \
+    GivenRows rows = {x};                                                                                         \
     const SharedExpert expert = {gate_up, mid, inner, pitch, limit, each, live, width};                           \
     shared_tile<NT, DEPTH, false>(rows, expert, blockIdx.x - 1);                                                  \
   }

@@ -3,25 +3,17 @@
 #include "gemm.cuh"
 #include "norm.cuh"
 
-// Rows x [*, k] as an earlier kernel left them. LOOKS: they may still be coming, and are asked for again where one lacks().
-template <bool LOOKS_FOR_THEM = false>
+// Rows x [*, k] as an earlier kernel left them.
 struct GivenRows {
-  static constexpr bool PADDED = false, LOOKS = LOOKS_FOR_THEM;
+  static constexpr bool PADDED = false;
   const bf16* x;
 
-  // For results that only down takes, which are in no hurry: fewer registers.
-  __device__ __forceinline__ GivenRows<false> in_time() const { return {x}; }
   __device__ __forceinline__ void ask() {}
   __device__ __forceinline__ void make(int) {}
-  __device__ __forceinline__ void waited(int) {}
-  __device__ __forceinline__ uint4 at(int offset) const {
-    return LOOKS ? look16(x + offset) : load_activations(x + offset);
-  }
-  __device__ __forceinline__ static bool lacks(const uint4& v) { return LOOKS && any_blank_half(v); }
+  __device__ __forceinline__ uint4 at(int offset) const { return load_activations(x + offset); }
   // The values at an offset, or what `to` holds where there are none.
   __device__ __forceinline__ void take(uint4& to, int offset, bool inside) const {
-    if constexpr (!LOOKS) load_activations_into(to, x + offset, inside);
-    if (LOOKS && inside) to = look16(x + offset);
+    load_activations_into(to, x + offset, inside);
   }
 };
 
@@ -45,13 +37,12 @@ struct RouterTokens {
   }
 };
 
-// x, rows [*, k], · w [n, width]^T -> out [parts, .., n] fp32, parts of the sum over K, one or two, `apart` values from
-// the first to the second. width: k, or up to
+// x, rows [*, k], · w [n, width]^T -> out [parts, ROW_TILE, n] fp32, parts of the sum over K, one or two. width: k, or up to
 // three forms of the weight side by side, each of k values rounded up to a chunk, which all meet the same tokens. A
 // block has 16 rows of w and one part.
 template <int NT, class Source>
 __device__ __forceinline__ void router_part(
-    Source& x, const bf16* w, float* out, int apart, int live, int n, int k, int width) {
+    Source& x, const bf16* w, float* out, int live, int n, int k, int width) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
   const int column = lane % 4 * 8, chunks = (width + CHUNK - 1) / CHUNK;
@@ -69,25 +60,20 @@ __device__ __forceinline__ void router_part(
   for (int s = 0; s < DEPTH; ++s) inside[s] = tokens.place(offset[s], chunk + s * warps, end);
   const Own<NT, 16> own;
   const int row = tile * 16 + own.value;
-  int stored = row < n ? live : 0, begin = blockIdx.y * apart + row;
+  int stored = row < n ? live : 0, begin = blockIdx.y * ROW_TILE * n + row;
   settle_here(stored), settle_here(begin);
   x.ask();
   let_next_start_early();
-  if constexpr (!Source::LOOKS) wait_for_producer();
+  wait_for_producer();
   x.make(blockIdx.x + blockIdx.y);
   float sums[DEPTH][NT][4] = {};
   while (true) {
     uint4 in[DEPTH][NT];
-    bool lacks;
-    do {
-      lacks = false;
 #pragma unroll
-      for (int s = 0; s < DEPTH; ++s) {
-        if (Source::LOOKS) inside[s] = tokens.place(offset[s], chunk + s * warps, end);  // too many to keep for another look
+    for (int s = 0; s < DEPTH; ++s) {
 #pragma unroll
-        for (int n = 0; n < NT; ++n) in[s][n] = x.at(offset[s][n]), lacks |= Source::lacks(in[s][n]);
-      }
-    } while (Source::LOOKS && lacks);
+      for (int n = 0; n < NT; ++n) in[s][n] = x.at(offset[s][n]);
+    }
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s) {
 #pragma unroll
@@ -111,6 +97,5 @@ __device__ __forceinline__ void router_part(
   Sums<NT> all = {reinterpret_cast<float*>(shared)};
   all.put(warp, sums[0]);
   __syncthreads();
-  if constexpr (Source::LOOKS) wait_for_producer(), x.waited(blockIdx.x + blockIdx.y);
   own.each(stored, [&](int token, int at) { out[begin + token * n] = all.at(at); });
 }

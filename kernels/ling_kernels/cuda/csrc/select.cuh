@@ -1,6 +1,6 @@
 // A row's experts from its router logits, and the plan of a window that gate_up and down follow: a warp a row.
 #pragma once
-#include "blank.cuh"
+#include "arch.cuh"
 
 constexpr int MAX_EXPERTS = 512, MAX_CHOSEN = 8;
 constexpr int MAX_SLOTS = ROW_TILE * MAX_CHOSEN + 1;
@@ -96,26 +96,14 @@ struct Share {
     settle_here(all), settle_here(fellows), settle_here(first), settle_here(quads);
   }
 
-  // What each expert is chosen by: score and bias, -infinity where that is no number or there is no expert. LOOKS: for logits
-  // that may still be coming.
-  template <bool LOOKS>
+  // What each expert is chosen by: score and bias, -infinity where that is no number or there is no expert.
   __device__ __forceinline__ void choices(float (&to)[QUADS][4]) const {
     uint4 a[QUADS], b[QUADS] = {};
-    bool blank;
-    do {
-      blank = false;
 #pragma unroll
-      for (int q = 0; q < QUADS; ++q) {
-        if constexpr (LOOKS) {
-          a[q] = look16(logits[q]);
-          if (second != 0) b[q] = look16(logits[q] + second);
-          blank |= any_blank(a[q]) | any_blank(b[q]);
-        } else {
-          a[q] = load_activations(logits[q]);
-          load_activations_into(b[q], logits[q] + second, second != 0);
-        }
-      }
-    } while (LOOKS && blank);
+    for (int q = 0; q < QUADS; ++q) {
+      a[q] = load_activations(logits[q]);
+      load_activations_into(b[q], logits[q] + second, second != 0);
+    }
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
       const u32 parts[4][2] = {{a[q].x, b[q].x}, {a[q].y, b[q].y}, {a[q].z, b[q].z}, {a[q].w, b[q].w}};
@@ -172,11 +160,11 @@ struct Share {
 // One warp's row: lane k's expert is the k-th best, for lanes below `chosen`; past them it is the last of these. The
 // contenders, mostly some ten, two a lane at most, are listed, and two lanes count what is better than each. Of a full
 // list the best stay.
-template <bool LOOKS = false, int QUADS>
+template <int QUADS>
 __device__ __forceinline__ int choose_expert(const Router& router, const Share<QUADS>& share, Contest<QUADS>& at) {
   const int lane = threadIdx.x % WARP, entry = lane % LISTED, half = lane / LISTED * MAX_CHOSEN;
   float choice[QUADS][4];
-  share.template choices<LOOKS>(choice);
+  share.choices(choice);
 #pragma unroll
   for (int q = 0; q < QUADS; ++q) {
     float4* to = reinterpret_cast<float4*>(at.choice + share.first + q * share.step);

@@ -48,22 +48,15 @@ __device__ __forceinline__ void shared_tile(Source& x, const SharedExpert& to, i
   settle_here(stored);
   x.ask();
   let_next_start_early();
-  if constexpr (!Source::LOOKS) wait_for_producer();
+  wait_for_producer();
   x.make(1 + tile);
   float sums[NT][4] = {}, more[NT][4] = {};
   while (true) {
-    bool lacks;
-    do {
-      lacks = false;
 #pragma unroll
-      for (int s = 0; s < AHEAD; ++s) {
+    for (int s = 0; s < AHEAD; ++s) {
 #pragma unroll
-        for (int n = 0; n < NT; ++n) {
-          x.take(in[s][n], token[n] + s * CHUNK, k + s * CHUNK < end);
-          lacks |= Source::lacks(in[s][n]);
-        }
-      }
-    } while (Source::LOOKS && lacks);
+      for (int n = 0; n < NT; ++n) x.take(in[s][n], token[n] + s * CHUNK, k + s * CHUNK < end);
+    }
 #pragma unroll
     for (int s = 0; s < AHEAD; ++s) multiply(sums, more, w[s], in[s], zero);
     left -= AHEAD;
@@ -85,7 +78,6 @@ __device__ __forceinline__ void shared_tile(Source& x, const SharedExpert& to, i
   Sums<NT> all = {reinterpret_cast<float*>(shared)};
   all.put(warp, sums);
   __syncthreads();
-  if constexpr (Source::LOOKS) wait_for_producer();
   own.each(stored, [&](int token, int place) {
     const float2 sum = all.both(place, own.up(token));
     to.mid[token * to.pitch + row] = to_bf16(swiglu(sum.x, sum.y, to.limit));
