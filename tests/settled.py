@@ -60,6 +60,7 @@ LOOKED = {
     **{f"exchange_norm_look_{ranks}": (1,) for ranks in (2, 4, 8)},
     **{f"linear_{tokens}_look": (0,) for tokens in (8, 16)},
     "linear_normed_look": (0,),
+    **{f"linear_part_{tokens}_look": (0,) for tokens in (8, 16)},
     **{f"linear_part_normed_{tokens}_look": (0, 3) for tokens in (8, 16)},
     **{f"router_{form}_look": (0,) for form in ("8", "16", "row_1", "row_2")},
     **{f"route_select_{tokens}_look": (0, 11) for tokens in (8, 16)},

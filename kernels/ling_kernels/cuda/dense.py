@@ -156,7 +156,7 @@ class DenseOps:
         part = part_width(width, parts_for(tiles, width, self.device.properties.num_sms))
         parts = -(-width // part)
         out = self._result(h, rows, parts, h.shape[0], n, dtype=torch.float32)
-        name, args = _named("linear_part", rows), []
+        name, args = self._looking(_named("linear_part", rows), h), []
         if norm is not None:
             if width % 128 or norm.sums.shape[2] != SLICES:
                 text = f"KDA output of {width} values: the kernels need heads of 128, in {SLICES} slices"

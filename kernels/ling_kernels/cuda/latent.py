@@ -76,7 +76,7 @@ class LatentOps:
         grid, shared = (SPLITS, -(-tiles // together)), attend_bytes(form, most)
         self.device.launch(form.kernel(most), grid, THREADS, args, shared)
 
-        out, gate = proj.new_empty(proj.shape[0], heads * VALUE), proj[:, width - heads :]
+        out, gate = self._result(proj, rows, proj.shape[0], heads * VALUE), proj[:, width - heads :]
         up = [params.w_uv, Int64(params.w_uv.stride(0)), gate]
         if rows == 1:  # more would read each split's means too often
             args = [out, partial, stats, positions, *up, heads, *self.blanks.renew(rows, proj)]

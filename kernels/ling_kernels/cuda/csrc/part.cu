@@ -90,14 +90,16 @@ __device__ __forceinline__ void linear_part(
 
 // x [rows, k], w [n, k] -> out [parts, rows, n] fp32, `live` rows of each. part: values of K in a part, a multiple of a
 // warp's span. Grid: ceil(n / 16), parts. Block: up to four warps; BLOCKS of them on a multiprocessor. Shared: 2 · warps ·
-// 8 NT · PITCH floats.
-#define LINEAR_PART(NAME, NT, BLOCKS)                                                                               \
+// 8 NT · PITCH floats. _look: for x that is looked for.
+#define LINEAR_PART(NAME, NT, BLOCKS, INPUT)                                                                        \
   extern "C" __global__ void __launch_bounds__(128, BLOCKS) NAME(                                                   \
       const bf16* x, const bf16* w, float* out, int rows, int live, int n, int k, int part) {                       \
-    linear_part<NT>(x, w, out, Plain{}, rows, live, n, k, part);                                                    \
+    linear_part<NT, INPUT>(x, w, out, Plain{}, rows, live, n, k, part);                                             \
   }
-LINEAR_PART(linear_part_8, 1, 5)
-LINEAR_PART(linear_part_16, 2, 4)
+LINEAR_PART(linear_part_8, 1, 5, Tokens)
+LINEAR_PART(linear_part_16, 2, 4, Tokens)
+LINEAR_PART(linear_part_8_look, 1, 5, TokensToCome)
+LINEAR_PART(linear_part_16_look, 2, 4, TokensToCome)
 
 // The same for x that lacks its norm by heads of 128: sums [ROW_TILE, k / 128, HEAD_SLICES]. _look: for x and sums that
 // are looked for.
