@@ -55,6 +55,7 @@ def ranks_of(folder: Path, size: int = 2, **options: Any) -> Iterator[list[Nativ
     engines: list[NativeEngine | None] = [None] * size
     errors: list[BaseException] = []
     options = {"threads": 1, **options}
+    collects = gc.isenabled()  # not where others run beside these
 
     def load(board: Board) -> None:
         try:
@@ -84,7 +85,7 @@ def ranks_of(folder: Path, size: int = 2, **options: Any) -> Iterator[list[Nativ
         for thread in threads:
             thread.join(20)
     assert not errors, errors
-    assert gc.isenabled()  # ranks run without collections, and leave no process without them
+    assert gc.isenabled() == collects  # ranks run without collections, and leave no process without them
 
 
 def _together(bodies: list[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,13 +60,36 @@ def pin_launcher(rank: int, size: int, bus_id: str) -> int | None:
     return cpu
 
 
+class _Collections:
+    """Who wants none at the moment: several threads of one process may, and end in any order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a generation that is given up may end wherever its last reference goes
+        self._unwanted = 0
+        self._were_on = True
+
+    def hold(self) -> None:
+        with self._lock:
+            if self._unwanted == 0:
+                self._were_on = gc.isenabled()
+                gc.disable()
+            self._unwanted += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._unwanted -= 1
+            if self._unwanted == 0 and self._were_on:
+                gc.enable()
+
+
+_collections = _Collections()
+
+
 @contextmanager
 def no_collection() -> Iterator[None]:
     """No garbage collection inside: one takes longer than several steps, and the launching thread must keep up."""
-    before = gc.isenabled()
-    gc.disable()
+    _collections.hold()
     try:
         yield
     finally:
-        if before:
-            gc.enable()
+        _collections.release()

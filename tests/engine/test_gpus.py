@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from checkpoints import write_checkpoint
 from ling_local.engine import gpus
 from ling_local.engine.gpus import Gpu, needed_bytes, rank_devices, visible_gpus, visible_order
 from ling_local.engine.links import Link, find_links, try_exchange
-from ling_local.engine.pinning import cpu_list, launcher_cpu
+from ling_local.engine.pinning import cpu_list, launcher_cpu, no_collection
 from ling_local.engine.protocol import EngineSpec
 from ling_local.engine.pulse import LOOK_S, Listener, Pulse, make_pulse
 
@@ -149,3 +150,27 @@ def test_a_driver_that_does_not_start_leaves_no_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Nvml, "nvmlInit_v2", lambda self: 9)
     monkeypatch.setattr("ctypes.CDLL", lambda name: Nvml())
     assert visible_gpus() == find_links() == []
+
+
+@pytest.mark.parametrize("first_out", ["first in", "last in"])
+def test_collections_are_off_until_the_last_who_wants_none_has_ended(first_out: str) -> None:
+    assert gc.isenabled()
+    held = [no_collection(), no_collection()]
+    for one in held:
+        one.__enter__()
+        assert not gc.isenabled()
+    first, last = held if first_out == "first in" else held[::-1]
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    last.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
+def test_collections_that_were_off_stay_off() -> None:
+    gc.disable()
+    try:
+        with no_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
