@@ -9,78 +9,58 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from cold import Timing, copies_for, copy_bandwidth, print_table, time_graph, weight
+from floors import BF16, MODELS
 from torch import Tensor
 
 import ling_kernels
 from ling_kernels.cuda import CudaOps
 from ling_kernels.ops import ROW_TILE, MlpParams, MoeParams
-
-BF16 = 2
-
-
-@dataclass(frozen=True)
-class Shape:
-    """heads: on this rank; inner, dense, vocab: this rank's part."""
-
-    hidden: int
-    heads: int
-    experts: int
-    inner: int
-    dense: int
-    vocab: int
+from ling_local.engine.config import ModelConfig
 
 
-SHAPES = {
-    "tiny": Shape(hidden=1536, heads=16, experts=128, inner=512, dense=4608, vocab=157184),
-    "flash2": Shape(hidden=2560, heads=16, experts=512, inner=384, dense=3072, vocab=78592),
-    "flash4": Shape(hidden=2560, heads=8, experts=512, inner=192, dense=1536, vocab=39296),
-}
-
-
-def moe_params(shape: Shape) -> MoeParams:
-    width, inner = shape.hidden, shape.inner
+def moe_params(shape: ModelConfig) -> MoeParams:
+    width, inner = shape.hidden_size, shape.moe_intermediate_size
     return MoeParams(
-        gate=weight(shape.experts, width).float(),
-        bias=torch.zeros(shape.experts, device="cuda"),
-        gate_up=weight(shape.experts, 2 * inner, width),
-        down=weight(shape.experts, width, inner),
+        gate=weight(shape.num_experts, width).float(),
+        bias=torch.zeros(shape.num_experts, device="cuda"),
+        gate_up=weight(shape.num_experts, 2 * inner, width),
+        down=weight(shape.num_experts, width, inner),
         shared=MlpParams(weight(2 * inner, width), weight(width, inner)),
-        experts_per_token=8,
-        n_group=8,
-        topk_group=4,
-        scale=2.5,
+        experts_per_token=shape.experts_per_token,
+        n_group=shape.n_group,
+        topk_group=shape.topk_group,
+        scale=shape.routed_scaling_factor,
     )
 
 
-def projections(shape: Shape) -> dict[str, tuple[int, int]]:
+def projections(shape: ModelConfig) -> dict[str, tuple[int, int]]:
     """Rows and width of a KDA layer's weights and of a dense MLP's second."""
-    inner = shape.heads * 128
+    inner = shape.num_heads * 128
     return {
-        "in_proj (KDA)": (5 * inner + shape.heads, shape.hidden),
-        "out_proj": (shape.hidden, inner),
-        "dense down": (shape.hidden, shape.dense),
+        "in_proj (KDA)": (5 * inner + shape.num_heads, shape.hidden_size),
+        "out_proj": (shape.hidden_size, inner),
+        "dense down": (shape.hidden_size, shape.intermediate_size),
     }
 
 
-def time_projections(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]:
+def time_projections(ops: CudaOps, shape: ModelConfig, rows: int) -> Iterator[Timing]:
     for name, (n, width) in projections(shape).items():
         size = BF16 * (n * width + rows * (n + width))
         weights = [weight(n, width) for _ in range(copies_for(size))]
         x = weight(ROW_TILE, width)
         yield Timing(name, rows, size, time_graph([_call(ops.linear, x, w, rows) for w in weights]))
-    n, width = shape.vocab, shape.hidden
+    n, width = shape.vocab_size, shape.hidden_size
     size = BF16 * n * width + 4 * rows * n
     weights, x = [weight(n, width) for _ in range(4)], weight(ROW_TILE, width)
     yield Timing("lm_head", rows, size, time_graph([_call(ops.head, x, w, rows) for w in weights]))
 
 
-def time_mlp_and_norm(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]:
-    width, inner = shape.hidden, shape.dense
+def time_mlp_and_norm(ops: CudaOps, shape: ModelConfig, rows: int) -> Iterator[Timing]:
+    width, inner = shape.hidden_size, shape.intermediate_size
     size = BF16 * (3 * inner * width + 2 * rows * (inner + width))
     params = [MlpParams(weight(2 * inner, width), weight(width, inner)) for _ in range(copies_for(size))]
     x, partial, norm = weight(ROW_TILE, width), weight(ROW_TILE, width), weight(width)
@@ -90,13 +70,13 @@ def time_mlp_and_norm(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]
     yield Timing("exchange_norm", rows, moved, time_graph(chain))
 
 
-def time_experts(ops: CudaOps, shape: Shape, rows: int) -> Iterator[Timing]:
+def time_experts(ops: CudaOps, shape: ModelConfig, rows: int) -> Iterator[Timing]:
     """Routing of random rows; the distinct experts are counted, so the bytes are what was read. The shared expert's
     gate and up are made while the router selects. Then both as a step has them, where gate_up selects one row's."""
-    width, inner = shape.hidden, shape.inner
+    width, inner = shape.hidden_size, shape.moe_intermediate_size
     x = torch.randn(ROW_TILE, width, device="cuda").bfloat16()
     layers = [moe_params(shape) for _ in range(6)]
-    begun = BF16 * (shape.experts * width + 2 * inner * width)
+    begun = BF16 * (shape.num_experts * width + 2 * inner * width)
     yield Timing("route, shared gate_up", rows, begun, time_graph([_call(ops.route, x, p, rows) for p in layers]))
     routings = [ops.route(x, p, rows) for p in layers]
     slots = sum(int(r.plan[0]) for r in routings) / len(layers)
@@ -116,13 +96,13 @@ def _call(op: Callable, *args: object) -> Callable[[], object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--shape", choices=MODELS, default="tiny")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 9])
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
-    shape, timings = SHAPES[args.shape], []
+    shape, timings = MODELS[args.shape], []
     with torch.inference_mode():
         bandwidth = copy_bandwidth()
         for rows in args.rows:

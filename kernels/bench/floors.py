@@ -8,31 +8,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from ling_local.engine.config import ModelConfig
+from ling_local.engine.shapes import FLASH, TINY, shard_of
+
 BF16, FP32 = 2, 4
 HEAD, LATENT, ROPE = 128, 512, 64
 
 
-@dataclass(frozen=True)
-class Model:
-    """Published shapes on one rank. q_rank 0: a direct query projection."""
-
-    hidden: int
-    heads: int
-    kda_layers: int
-    mla_layers: int
-    dense_layers: int
-    dense: int
-    experts: int
-    chosen: int
-    inner: int
-    vocab: int
-    q_rank: int
-
-
-TINY = Model(1536, 16, 18, 6, 1, 4608, 128, 8, 512, 157184, 256)
-FLASH2 = Model(2560, 16, 35, 7, 2, 3072, 512, 8, 384, 78592, 0)
-FLASH4 = Model(2560, 8, 35, 7, 2, 1536, 512, 8, 192, 39296, 0)
-MODELS = {"tiny": TINY, "flash2": FLASH2, "flash4": FLASH4}
+# published shapes, and what one rank of several has of them
+MODELS = {"tiny": TINY, "flash2": shard_of(FLASH, 2), "flash4": shard_of(FLASH, 4)}
 
 
 @dataclass(frozen=True)
@@ -44,21 +28,21 @@ class Op:
     times: int
 
 
-def distinct(model: Model, rows: int) -> float:
+def distinct(model: ModelConfig, rows: int) -> float:
     """Experts that `rows` rows choose together when all are equally popular."""
-    return model.experts * (1 - (1 - model.chosen / model.experts) ** rows)
+    return model.num_experts * (1 - (1 - model.experts_per_token / model.num_experts) ** rows)
 
 
-def step_ops(model: Model, rows: int, context: int) -> list[Op]:
+def step_ops(model: ModelConfig, rows: int, context: int) -> list[Op]:
     """The target's verify step over `rows` rows: weights, state, and activations in and out."""
-    width, inner = model.hidden, model.heads * HEAD
-    layers = model.kda_layers + model.mla_layers
-    sparse = layers - model.dense_layers
+    width, heads, inner = model.hidden_size, model.num_heads, model.num_heads * HEAD
+    layers, kda, mla = model.num_layers, len(model.kda_layers), len(model.mla_layers)
+    sparse = layers - model.first_k_dense
     listed = distinct(model, rows) + 1
-    query = model.q_rank or model.heads * (HEAD + ROPE)
-    low_rank = model.q_rank * model.heads * (HEAD + ROPE)
-    state, cache = FP32 * model.heads * HEAD * HEAD, BF16 * (LATENT + ROPE)
-    mla_weights = low_rank + 2 * model.heads * HEAD * LATENT
+    query = model.q_lora_rank or heads * (HEAD + ROPE)
+    low_rank = model.q_lora_rank * heads * (HEAD + ROPE)
+    state, cache = FP32 * heads * HEAD * HEAD, BF16 * (LATENT + ROPE)
+    mla_weights = low_rank + 2 * heads * HEAD * LATENT
 
     def product(n: int, k: int) -> float:
         return BF16 * (n * k + rows * (n + k))
@@ -68,16 +52,16 @@ def step_ops(model: Model, rows: int, context: int) -> list[Op]:
 
     return [
         Op("exchange_norm", BF16 * (4 * rows * width + width), 2 * layers + 1),
-        Op("linear: KDA in_proj", product(5 * inner + model.heads, width), model.kda_layers),
-        Op("kda_verify", state + BF16 * rows * 6 * inner + FP32 * rows * 4 * inner, model.kda_layers),
-        Op("linear: MLA in_proj", product(query + LATENT + ROPE + model.heads, width), model.mla_layers),
-        Op("mla", BF16 * mla_weights + cache * (context + rows), model.mla_layers),
+        Op("linear: KDA in_proj", product(5 * inner + heads, width), kda),
+        Op("kda_verify", state + BF16 * rows * 6 * inner + FP32 * rows * 4 * inner, kda),
+        Op("linear: MLA in_proj", product(query + LATENT + ROPE + heads, width), mla),
+        Op("mla", BF16 * mla_weights + cache * (context + rows), mla),
         Op("linear: out_proj", product(width, inner), layers),
-        Op("mlp (dense)", gated(1, model.dense), model.dense_layers),
-        Op("route", BF16 * model.experts * width, sparse),
-        Op("experts", gated(listed, model.inner), sparse),
-        Op("head", product(model.vocab, width) + FP32 * rows * model.vocab, 1),
-        Op("kda_commit", model.kda_layers * (2 * state + FP32 * rows * 4 * inner), 1),
+        Op("mlp (dense)", gated(1, model.intermediate_size), model.first_k_dense),
+        Op("route", BF16 * model.num_experts * width, sparse),
+        Op("experts", gated(listed, model.moe_intermediate_size), sparse),
+        Op("head", product(model.vocab_size, width) + FP32 * rows * model.vocab_size, 1),
+        Op("kda_commit", kda * (2 * state + FP32 * rows * 4 * inner), 1),
     ]
 
 

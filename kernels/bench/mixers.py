@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from cold import Timing, copies_for, copy_bandwidth, print_table, time_graph, weight
+from floors import BF16, FP32, MODELS
 from torch import Tensor
 
 import ling_kernels
@@ -33,9 +34,6 @@ from ling_kernels.ops import (
 )
 from ling_kernels.reference.mla import rope_table
 
-# heads of the rank, hidden, KDA layers, rank of the query (0: none), vocabulary of the rank
-SHAPES = {"tiny": (16, 1536, 18, 256, 157184), "flash4": (8, 2560, 35, 0, 39296)}
-BF16, FP32 = 2, 4
 SAMPLINGS = {
     "greedy": (0.0, 0, 1.0),
     "top-k 20, top-p 0.95": (0.8, 20, 0.95),
@@ -197,22 +195,23 @@ def _call(op: Callable, *args: object) -> Callable[[], object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--shape", choices=MODELS, default="tiny")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 9])
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
     ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
-    heads, hidden, layers, rank, vocab = SHAPES[args.shape]
+    shape = MODELS[args.shape]
+    heads, vocab = shape.num_heads, shape.vocab_size
     timings: list[Timing] = []
     with torch.inference_mode():
         bandwidth = copy_bandwidth()
         for rows in args.rows:
-            timings += time_kda(ops, heads, layers, rows)
-            timings += time_mla(ops, heads, rank, args.context, rows)
+            timings += time_kda(ops, heads, len(shape.kda_layers), rows)
+            timings += time_mla(ops, heads, shape.q_lora_rank, args.context, rows)
             timings += time_sampling(ops, vocab, rows)
-        timings += time_draft(ops, hidden, vocab, args.context)
+        timings += time_draft(ops, shape.hidden_size, vocab, args.context)
     print_table(timings, bandwidth)
 
 

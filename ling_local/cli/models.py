@@ -38,25 +38,30 @@ def command(
     folders: Annotated[
         list[Path] | None, typer.Argument(metavar="FOLDER...", help="Checkpoint folders to look at as well.")
     ] = None,
-) -> None:
+) -> bool:
     """List the models on this machine, and say which ones are incomplete."""
     settings, output = opt.open_settings(context)
     models = hub.list_models(tuple(folders or ()))
+    named = [model for model in models if model.source == "folder" and model.problem]
+    if output.json:  # one document, which says it of each model
+        _print_json(models, settings, output)
+        return not named
     _print(models, settings, output)
-    for model in models:  # after all are listed
-        if model.source == "folder" and model.problem:  # it was named
-            closer = f"`ling doctor -m {shlex.quote(model.name)}` looks closer."
-            raise ModelError(f"{model.name} cannot be used: {model.problem}", closer)
+    for model in named:
+        closer = f"`ling doctor -m {shlex.quote(model.name)}` looks closer."
+        output.error(ModelError(f"{model.name} cannot be used: {model.problem}", closer))
+    return not named
+
+
+def _print_json(models: tuple[hub.LocalModel, ...], settings: Settings, output: Output) -> None:
+    document: dict[str, Any] = {"schema": 1, "models": [_row(model) for model in models]}
+    if settings["all"]:
+        document["published"] = [_published_row(row) for row in PUBLISHED]
+    output.print_json(document)
 
 
 def _print(models: tuple[hub.LocalModel, ...], settings: Settings, output: Output) -> None:
     published = PUBLISHED if settings["all"] else ()
-    if output.json:
-        document: dict[str, Any] = {"schema": 1, "models": [_row(model) for model in models]}
-        if published:
-            document["published"] = [_published_row(row) for row in published]
-        output.print_json(document)
-        return
     width = max(len(name) for name in (*(model.name for model in models), *(row.repo for row in published)))
     for model in models:
         output.print(f"{model.name:<{width}}  {size_text(model.size_bytes):>9}  {model.source:<18}  {_state(model)}")

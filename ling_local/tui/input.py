@@ -27,10 +27,9 @@ from prompt_toolkit.output import ColorDepth, Output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.shortcuts import CompleteStyle
 from prompt_toolkit.styles import Style
-from prompt_toolkit.utils import get_cwidth
 
 from ling_local.tui.commands import ALIASES, COMMANDS, block_is_open
-from ling_local.tui.wrap import TAB
+from ling_local.tui.wrap import TAB, fold
 
 Words = Callable[[], Iterable[str]]
 
@@ -178,8 +177,8 @@ class Prompt:
     def _stands(self, text: str) -> None:
         """This is what will be returned. The screen can show the end of it alone where it is higher: then it goes."""
         size = self._session.output.get_size()
-        width = max(size.columns - get_cwidth(self._mark), 1)
-        height = sum(get_cwidth(line.expandtabs(TAB)) // width + 1 for line in text.split("\n"))
+        shown = text.replace("\n", " \n") + " "  # after each line there is a place for the cursor
+        height = len(fold(shown, size.columns - len(self._mark)))
         self._session.app.erase_when_done = height >= size.rows
 
     def _look(self) -> None:

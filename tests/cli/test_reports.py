@@ -116,6 +116,9 @@ def test_models_lists_folders_and_says_what_is_missing(ling: Program, tmp_path: 
     assert done.code == 1  # of the folder that was named
     assert f"{tmp_path} cannot be used: config.json is missing" in done.err
     assert ling("models").code == 0
+    told = ling("models", "--json", tmp_path)
+    assert told.code == 1
+    assert told.json["models"][-1]["problem"] == "config.json is missing"  # in one document
     first, second, third = done.text.splitlines()
     assert first.startswith("ling-demo")
     assert second.startswith("[bold] 張")
