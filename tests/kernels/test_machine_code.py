@@ -131,7 +131,7 @@ def test_gate_up_that_selects_asks_for_the_logits_right_after_the_wait(
     loads = [i for i in range(wait, len(code)) if "LDG" in code[i]]
     assert sum("LDG" in line for line in code[:wait]) == quads
     assert loads[0] - wait < 60
-    assert sum(".LTC256B" in code[i] for i in loads[: 2 * quads + 8 + 4]) == 8  # with the tokens
+    assert sum(".LTC128B" in code[i] for i in loads[: 2 * quads + 8 + 4]) == 8  # with the tokens
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
@@ -145,7 +145,20 @@ def test_gate_up_asks_for_its_expert_right_after_the_wait(
     loads = [i for i in range(wait, len(code)) if "LDG" in code[i]]
     assert "MUFU" in "".join(code[:wait])
     assert loads[0] - wait < 20
-    assert sum(".LTC256B" in code[i] for i in loads[: 2 + 8 + tokens // 2]) == 8  # with the tokens
+    assert sum(".LTC128B" in code[i] for i in loads[: 2 + 8 + tokens // 2]) == 8  # with the tokens
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("form", [f"experts_down_16_{slots}" for slots in DOWN_FORMS[1]])
+def test_down_asks_for_an_expert_after_the_products_of_one(
+    form: str, arch: str, tmp_path: Path, compiled: Compiled
+) -> None:
+    """Not after those of all that it had: of two tiles of tokens, two instructions each."""
+    code = disassembled(compiled("moe", arch)[0], tmp_path)[form]
+    steps = "".join(
+        "P" if "HMMA" in line else "W" if ".LTC128B" in line else "" for line in code[wait_in(code) :]
+    ).rstrip("P")
+    assert steps == "PPPPWW" * int(form.rpartition("_")[2])
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])

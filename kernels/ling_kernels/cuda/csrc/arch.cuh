@@ -48,6 +48,8 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, 
 // ---- memory ----------------------------------------------------------------------------------------------------
 
 // 16 bytes of weights, which no kernel writes; zeros where `live` is false. Not kept in L1: each is read once.
+// L2 fetches the other half of a line, which the warp's next load wants (measured: a step is 5 % slower without, and 2 %
+// with 256 bytes).
 // Volatile, so that the compiler leaves them in program order, before the wait where they are written before it. Not
 // ld.global.nc: for that one the assembler (13.0 and 13.5) moves the wait up over the loads and nothing is
 // prefetched.
@@ -57,7 +59,7 @@ __device__ __forceinline__ uint4 load_weights(const void* from, bool live) {
       "{ .reg .pred p;\n"
       "  setp.ne.b32 p, %5, 0;\n"
       "  mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;\n"
-      "  @p ld.global.L1::no_allocate.L2::256B.v4.b32 {%0,%1,%2,%3}, [%4]; }\n"
+      "  @p ld.global.L1::no_allocate.L2::128B.v4.b32 {%0,%1,%2,%3}, [%4]; }\n"
       : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
       : "l"(from), "r"(int(live)));
   return v;
@@ -68,7 +70,7 @@ __device__ __forceinline__ void load_weights_into(uint4& to, const void* from, b
   asm volatile(
       "{ .reg .pred p;\n"
       "  setp.ne.b32 p, %5, 0;\n"
-      "  @p ld.global.L1::no_allocate.L2::256B.v4.b32 {%0,%1,%2,%3}, [%4]; }\n"
+      "  @p ld.global.L1::no_allocate.L2::128B.v4.b32 {%0,%1,%2,%3}, [%4]; }\n"
       : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
       : "l"(from), "r"(int(live)));
 }

@@ -192,7 +192,10 @@ __device__ __forceinline__ void down_part(
   const u32 threads = NT == 1 ? blockDim.x : each * WARP, own_tile = NT == 1 ? 0 : threadIdx.x / threads;
   const u32 thread = threadIdx.x - own_tile * threads;
   const int warp = thread / WARP, warps = threads / WARP, group = thread % WARP / 4;
-  const int tile = NT == 1 ? blockIdx.x : blockIdx.x * (blockDim.x / threads) + own_tile;
+  // Of several rows, blocks that read the same rows begin together (a grid of the other order: 0.7 % of a step slower).
+  const int block = blockIdx.y * gridDim.x + blockIdx.x, parts = gridDim.y;
+  const int part = NT == 1 ? blockIdx.y : block % parts;
+  const int tile = NT == 1 ? blockIdx.x : block / parts * (blockDim.x / threads) + own_tile;
 
   // The plan is settled: every block of gate_up is past its own wait when down starts, so a kernel before it that wrote
   // the plan has finished. One row's may be gate_up's own, and is looked at again until it is there. One warp reads number and
@@ -213,7 +216,7 @@ __device__ __forceinline__ void down_part(
     if (threadIdx.x == 0) number = int(all);
   }
 
-  const int k = (blockIdx.y * warps + warp) * CHUNK + threadIdx.x % 4 * 8;
+  const int k = (part * warps + warp) * CHUNK + threadIdx.x % 4 * 8;
   // Past the end of a matrix it is its first row, past the end of a row its beginning, which meets tokens of zero.
   const int row = tile * 16 + group, low = row < width ? row : 0, high = row + 8 < width ? row + 8 : 0;
   const bool in_shared = k < experts.shared_inner, in_routed = k < experts.inner;
@@ -247,7 +250,7 @@ __device__ __forceinline__ void down_part(
   }
   const Own<NT, 16> own(thread, threads);
   const int at = tile * 16 + own.value;
-  const int stored = at < width ? live : 0, begin = blockIdx.y * rows * width + at;
+  const int stored = at < width ? live : 0, begin = part * rows * width + at;
 #pragma unroll
   for (int n = 0; n < NT; ++n) settle_here(tokens[n]);
   wait_for_producer();
@@ -263,12 +266,10 @@ __device__ __forceinline__ void down_part(
   for (int first = 0; first < slots; first += AHEAD) {
 #pragma unroll
     for (int s = 0; s < AHEAD; ++s) {
-      if (first + s < slots) multiply(sums, ring[s], in[s]);
-    }
-#pragma unroll
-    for (int s = 0; s < AHEAD; ++s) {
+      if (first + s >= slots) break;
+      multiply(sums, ring[s], in[s]);
       const int slot = first + AHEAD + s;
-      if (slot >= slots) break;
+      if (slot >= slots) continue;
       const bf16* from = routed_low + u64(ids[slot]) * stride;
       load_weights_into(ring[s].low, from, true);
       load_weights_into(ring[s].high, from + routed_high, true);
