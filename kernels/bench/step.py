@@ -110,9 +110,10 @@ def main() -> None:
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--late-norm", action="store_true", help="exchange_norm waits before it lets the next one in")
     parser.add_argument("--norms-alone", action="store_true", help="one row: no norm in the kernel that comes after")
+    parser.add_argument("--gate-fp32", action="store_true", help="routers with weights in fp32")
     parser.add_argument("--cache", type=Path, help="folder for compiled kernels")
     args = parser.parse_args()
-    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl)
+    ops = ling_kernels.load("cuda", cache=args.cache, pdl=not args.no_pdl, gate_fp32=args.gate_fp32)
     ops.early_norm, ops.norm_in_next = not args.late_norm, not args.norms_alone
     config = dummy.shard_of(dummy.MODELS[args.model], args.shard)
     if args.layers:

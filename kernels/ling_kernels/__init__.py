@@ -17,6 +17,7 @@ def load(
     pdl: bool = True,
     board: Board | None = None,
     peer_memory: bool = True,
+    gate_fp32: bool = False,
 ) -> Ops:
     """The ops for a device: "cpu", "cuda" or "cuda:1". Raises KernelError for one that has none.
 
@@ -24,6 +25,7 @@ def load(
     pdl: let a kernel start while the one before it ends.
     board: what this rank shares with the others, where there are several; all of them call this at about the same time.
     peer_memory: try to write into each other's memory; without, or where it fails its test, ranks exchange over NCCL.
+    gate_fp32: a GPU's routers keep weights that are fp32 in the checkpoint; in bf16 otherwise. The CPU always does.
     """
     kind, _, index = device.partition(":")
     several = board is not None and board.size > 1
@@ -35,5 +37,5 @@ def load(
     if kind == "cuda":
         from ling_kernels.cuda import open_ops
 
-        return open_ops(int(index or 0), cache, progress, pdl, board if several else None, peer_memory)
+        return open_ops(int(index or 0), cache, progress, pdl, board if several else None, peer_memory, gate_fp32)
     raise KernelError(f"no kernels for device '{device}' yet")

@@ -24,11 +24,13 @@ _NO_MEMORY = ("out of memory", "out_of_memory", "not enough memory", "can't allo
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """Switches for tests and measurements. run_ahead: steps granted before the oldest is read."""
+    """Switches for tests and measurements. run_ahead: steps granted before the oldest is read; gate_fp32: routers with
+    weights in fp32, where the checkpoint has them so."""
 
     capture: bool = True
     pdl: bool = True
     run_ahead: int = 3
+    gate_fp32: bool = False
 
 
 def open_gpu_ops(
@@ -46,7 +48,14 @@ def open_gpu_ops(
     if device.startswith("cuda") and dtype != "bfloat16":
         raise UsageError(f"the GPU kernels compute in bfloat16, not {dtype}", "leave --dtype away, or use --device cpu")
     try:
-        return ling_kernels.load(device, cache=cache_dir() / "kernels", progress=report, pdl=options.pdl, board=board)
+        return ling_kernels.load(
+            device,
+            cache=cache_dir() / "kernels",
+            progress=report,
+            pdl=options.pdl,
+            board=board,
+            gate_fp32=options.gate_fp32,
+        )
     except KernelError as error:
         raise UsageError(str(error), "use --device cpu; `ling doctor` checks torch, driver and GPU") from None
 

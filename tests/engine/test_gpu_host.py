@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoints import write_checkpoint
 from ling_local.engine.capture import CapturedStep
-from ling_local.engine.gpu import HostRing
+from ling_local.engine.gpu import GpuOptions, HostRing, open_gpu_ops
 from ling_local.engine.native import NativeEngine
 from ling_local.engine.protocol import Progress
 from ling_local.engine.state import SequenceState
@@ -22,6 +22,14 @@ from ling_local.types import SamplingParams, TokenRequest
 from parity import assert_bits
 
 PROMPT = (5, 9, 2, 7)
+
+
+@pytest.mark.parametrize("options", [GpuOptions(), GpuOptions(pdl=False), GpuOptions(gate_fp32=True)])
+def test_the_kernels_are_opened_with_the_options(monkeypatch: pytest.MonkeyPatch, options: GpuOptions) -> None:
+    asked = {}
+    monkeypatch.setattr("ling_kernels.load", lambda device, **given: asked.update(given, device=device))
+    open_gpu_ops("cuda:1", "bfloat16", options, None)
+    assert (asked["device"], asked["pdl"], asked["gate_fp32"]) == ("cuda:1", options.pdl, options.gate_fp32)
 
 
 class FakeGraph:

@@ -65,6 +65,13 @@ def test_without_overlap_the_bits_are_the_same(alone: Tensor) -> None:
     plain.close()
 
 
+def test_routers_in_fp32_give_a_row_its_bits_at_any_width() -> None:
+    engine = load(GpuOptions(gate_fp32=True))
+    assert engine.ops.gate_fp32
+    assert_bits(engine.score(IDS, window=9), engine.score(IDS, window=1), "logits")
+    engine.close()
+
+
 def run(engine: NativeEngine, prompt: tuple[int, ...], num: int, drafts: bool, params: SamplingParams = GREEDY) -> list:
     request = TokenRequest(prompt, sampling=params, max_tokens=num, draft=drafts, full_width=drafts)
     return list(engine.generate(request))

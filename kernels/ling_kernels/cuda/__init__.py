@@ -46,13 +46,15 @@ def open_ops(
     pdl: bool = True,
     board: Board | None = None,
     peer_memory: bool = True,
+    gate_fp32: bool = False,
 ) -> CudaOps:
     """Compile (or find in `cache`) and load the kernels for GPU `index`. Raises KernelError.
 
     board: what the ranks share, where there are several: all of them call this. peer_memory: see `open_exchange`.
+    gate_fp32: see `DenseOps`.
     """
     if board is None:
-        return CudaOps(Device(index, cache, progress, pdl))
+        return CudaOps(Device(index, cache, progress, pdl), gate_fp32)
     from ling_kernels.cuda.exchange import open_exchange
     from ling_kernels.cuda.ranks import CudaRankOps
 
@@ -63,4 +65,4 @@ def open_ops(
     if board.rank == 0 and cache is not None:
         board.share(seconds=COMPILING_S)
     board.share(seconds=COMPILING_S)
-    return CudaRankOps(device, *open_exchange(device, board, peer_memory))
+    return CudaRankOps(device, *open_exchange(device, board, peer_memory), gate_fp32)

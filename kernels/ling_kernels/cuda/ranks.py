@@ -22,8 +22,8 @@ from ling_kernels.ops import DRAFT_BEST, ROW_TILE, KernelError, Proposal, Sampli
 class CudaRankOps(CudaOps):
     """The contracts of `ling_kernels.ops.Ops` for one rank. note: why the fallback is in use, "" where it is not."""
 
-    def __init__(self, device: Device, exchange: CudaExchange, note: str = "") -> None:
-        super().__init__(device)
+    def __init__(self, device: Device, exchange: CudaExchange, note: str = "", gate_fp32: bool = False) -> None:
+        super().__init__(device, gate_fp32)
         self.exchange = exchange
         self.note = note
 
