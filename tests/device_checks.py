@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ling_kernels.cuda.dense import PLAN_IDS, PLAN_MASKS, PLAN_WEIGHTS
+from ling_kernels.cuda.prefill import prefill_choose
 from ling_kernels.ops import ROW_TILE, MlpParams, MoeParams, Routing
 from ling_kernels.reference import dense, moe
 from parity import assert_bits
@@ -252,6 +253,9 @@ def check_selection(place: Place, params: MoeParams, rows: int) -> None:
     weights = score.gather(1, experts)
     weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * params.scale
     torch.testing.assert_close(routing.weights[:rows], weights, rtol=1e-5, atol=1e-7, equal_nan=True)
+    chunk = prefill_choose(place.ops.device, logits[:rows].contiguous(), params)
+    assert torch.equal(chunk.experts, routing.experts[:rows])
+    assert_bits(chunk.weights, routing.weights[:rows], "weights of a prefill chunk's choices")
     check_plan(routing, rows)
     elsewhere = place.ops._plan(x, routing, params, rows)
     assert plan_words(elsewhere.plan, rows) == plan_words(routing.plan, rows), "the plan of choices made elsewhere"

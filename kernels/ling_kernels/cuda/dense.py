@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from ling_kernels.cuda.driver import Argument, Device
 from ling_kernels.cuda.lazy import Candidates, Gated, Unembedded, Unnormed, Unselected
-from ling_kernels.cuda.prefill import prefill_experts, prefill_mlp
+from ling_kernels.cuda.prefill import prefill_choose, prefill_experts, prefill_mlp
 from ling_kernels.cuda.recurrent import SLICES
 from ling_kernels.cuda.tiles import (
     CHUNK,
@@ -31,7 +29,6 @@ from ling_kernels.cuda.tiles import (
 )
 from ling_kernels.ops import ROW_TILE, KernelError, MlpParams, MoeParams, Routing
 from ling_kernels.reference import dense as reference
-from ling_kernels.reference import moe as reference_moe
 
 MAX_EXPERTS, MAX_CHOSEN = 512, 8  # as in select.cuh
 MAX_SLOTS = ROW_TILE * MAX_CHOSEN + 1
@@ -183,11 +180,11 @@ class DenseOps:
         return logits
 
     def route(self, h: Tensor, params: MoeParams, rows: int | None = None, lazy: bool = False) -> Routing:
-        if rows is None:
-            gate = params.gate if self.gate_fp32 else params.gate.bfloat16().float()
-            return reference_moe.route(h, replace(params, gate=gate))
-        count = params.gate.shape[0]
         _check_router(params)
+        if rows is None:
+            gate = params.gate if self.gate_fp32 else self._gate(params.gate)
+            return prefill_choose(self.device, reference.linear(h.float(), gate.float()), params)
+        count = params.gate.shape[0]
         gate, width = self._gate(params.gate), h.shape[1]
         _check_window(h, rows)
         _width("hidden size", width)

@@ -12,10 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from ling_kernels.cuda.driver import Device
+from ling_kernels.cuda.tiles import contest_bytes
 from ling_kernels.ops import MlaParams, MlpParams, MoeParams, Routing
 from ling_kernels.reference.dense import rms_norm
 from ling_kernels.reference.mla import rotate
 
+CHOOSERS = 8  # rows that a block of prefill_choose has, a warp each
 FASTEST_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -65,6 +67,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     else:
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
     return o[0].transpose(0, 1)[..., :size]
+
+
+def prefill_choose(device: Device, logits: Tensor, params: MoeParams) -> Routing:
+    """The choices of T rows, each made as a window's, from their router logits [T, E] fp32."""
+    (num, count), chosen = logits.shape, params.experts_per_token
+    experts = torch.empty(num, chosen, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(num, chosen, dtype=torch.float32, device=logits.device)
+    args = [logits, params.bias, experts, weights, count, params.n_group, params.topk_group, chosen]
+    args += [float(params.scale), num]
+    blocks, shared = -(-num // CHOOSERS), CHOOSERS * contest_bytes(count)
+    device.launch("prefill_choose", blocks, CHOOSERS * 32, args, shared)
+    return Routing(experts, weights)
 
 
 def prefill_experts(device: Device, h: Tensor, routing: Routing, params: MoeParams) -> Tensor:

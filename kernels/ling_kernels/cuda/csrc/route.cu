@@ -126,3 +126,34 @@ __device__ __forceinline__ void plan_rows(const i64* experts, const float* weigh
   }
 ROUTE_PLAN(route_plan_8, 1)
 ROUTE_PLAN(route_plan_16, 2)
+
+template <int QUADS>
+__device__ __forceinline__ void choose_row(
+    const Router& router, const float* logits, const float* bias, i64* experts, float* weights, int rows) {
+  DYNAMIC_SHARED(shared);
+  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = blockIdx.x * (blockDim.x / WARP) + warp;
+  const Logits own = {logits + i64(row < rows ? row : 0) * router.experts, 0};
+  const Share<QUADS> share(router, own, bias);
+  wait_for_producer();
+  let_next_start();
+  if (row >= rows) return;
+  const int expert = choose_expert(router, share, reinterpret_cast<Contest<QUADS>*>(shared)[warp]);
+  const float weight = router_weight(router, own.of(expert));
+  const i64 to = i64(row) * router.chosen + lane;
+  if (lane < router.chosen) experts[to] = expert, weights[to] = weight;
+}
+
+// The choices of a prefill chunk, each as a window's: logits [rows, experts] -> experts, weights [rows, chosen]. Grid: rows by
+// the warps of a block. Shared: a Contest a warp.
+extern "C" __global__ void __launch_bounds__(256) prefill_choose(
+    const float* logits, const float* bias, i64* experts, float* weights, int num_experts, int groups,
+    int allowed_groups, int chosen, float scale, int rows) {
+  const Router router = {num_experts, __ffs(groups) - 1, allowed_groups, chosen, scale};
+  if (num_experts <= 4 * WARP) {
+    choose_row<1>(router, logits, bias, experts, weights, rows);
+  } else if (num_experts <= 8 * WARP) {
+    choose_row<2>(router, logits, bias, experts, weights, rows);
+  } else {
+    choose_row<4>(router, logits, bias, experts, weights, rows);
+  }
+}
